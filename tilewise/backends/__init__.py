@@ -1,0 +1,1 @@
+"""Kernels: each backend only makes fast what spec, mask and reference define."""

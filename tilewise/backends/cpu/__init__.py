@@ -1,0 +1,1 @@
+"""Tile loops in PyTorch operations: the embedded default, and the papers to read and step through."""

@@ -1,0 +1,199 @@
+"""Which kernel runs what: the support tables, and the choice made from them.
+
+Every kernel family is one row of ``KERNELS``, in order of preference. What it supports is data: the
+README's table, ``tilewise doctor --features`` and the reasons in an ``UnsupportedError`` all come from
+here, and the tests run every cell that says yes.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from types import ModuleType
+from typing import Literal
+
+import torch
+
+from tilewise.errors import UnsupportedError
+from tilewise.spec import AttentionSpec
+
+Direction = Literal["forward", "backward"]
+
+FEATURES = {
+    "fp16": "fp16",
+    "bf16": "bf16",
+    "fp32": "fp32, IEEE accuracy",
+    "fp64": "fp64",
+    "fp8": "fp8 e4m3",
+    "gqa": "grouped and multi-query heads",
+    "unequal_dims": "different head dims of values and keys",
+    "causal": "causal mask",
+    "window": "sliding window",
+    "varlen": "packed sequences (varlen)",
+    "seqused": "used lengths (seqused)",
+    "softcap": "softcap",
+    "bias": "additive bias",
+    "alibi": "ALiBi",
+    "sink": "attention sink",
+    "dropout": "dropout",
+    "lse_grad": "gradient of the log-sum-exp",
+    "deterministic": "deterministic",
+}
+
+_ALL = frozenset(FEATURES) - {"fp8"}
+_TRITON = _ALL - {"fp64", "bias", "alibi", "sink", "dropout"}
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel family: who it is, where it lives, what it supports.
+
+    ``module`` has ``forward(spec, inputs, out, lse, saved)`` and
+    ``backward(spec, inputs, out, lse, saved, dout, dlse, grads)``, both filling what they are given.
+    """
+
+    backend: str
+    algorithm: str
+    module: str
+    forward: frozenset[str]
+    backward: frozenset[str]
+    unavailable: Callable[[torch.device], str | None]  # why it cannot run there, None if it can
+    saves_statistics: bool = False  # its backward wants (m, l) of its own forward, not the lse
+
+    @property
+    def name(self) -> str:
+        return f"{self.backend}/{self.algorithm}"
+
+    def load(self) -> ModuleType:
+        return importlib.import_module(self.module)
+
+    def refusal(self, spec: AttentionSpec, direction: Direction, extra: frozenset[str]) -> str | None:
+        """Why this kernel cannot run the spec; None if it can."""
+        reason = self.unavailable(spec.device)
+        if reason is not None:
+            return reason
+        missing = (spec.features | extra) - getattr(self, direction)
+        if missing:
+            return f"no {direction} with " + ", ".join(
+                FEATURES[name] for name in FEATURES if name in missing
+            )
+        return None
+
+
+def _cpu(device: torch.device) -> str | None:
+    return None if device.type == "cpu" else f"needs CPU tensors, these are on {device}"
+
+
+@cache
+def _triton_missing() -> str | None:
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    return None
+
+
+def _triton(device: torch.device) -> str | None:
+    missing = _triton_missing()
+    if missing is not None:
+        return missing
+    if device.type == "cuda":
+        if torch.version.hip:
+            return None
+        major, minor = torch.cuda.get_device_capability(device)
+        return None if major >= 8 else f"needs sm_80 or newer, this GPU is sm_{major}{minor}"
+    if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1":
+        return None
+    return f"needs a GPU tensor (or TRITON_INTERPRET=1 on a CPU), these are on {device}"
+
+
+KERNELS: tuple[Kernel, ...] = (
+    Kernel("cpu", "fa2", "tilewise.backends.cpu.fa2", _ALL, _ALL, _cpu),
+    Kernel("triton", "fa2", "tilewise.backends.triton.fa2", _TRITON, _TRITON, _triton),
+    Kernel("cpu", "fa1", "tilewise.backends.cpu.fa1", _ALL, _ALL, _cpu, saves_statistics=True),
+    Kernel(
+        "triton", "fa1", "tilewise.backends.triton.fa1", _TRITON, _TRITON, _triton, saves_statistics=True
+    ),
+)
+
+_NOT_BUILT = {
+    "fa3": "FlashAttention-3 (Hopper) has no kernel in this version",
+    "fa4": "FlashAttention-4 (Blackwell) has no kernel in this version",
+}
+
+
+def survey(
+    spec: AttentionSpec, direction: Direction, extra: frozenset[str] = frozenset()
+) -> tuple[Kernel | None, list[tuple[str, str]]]:
+    """The first kernel that is asked for, runs here and supports the spec, if any; and for each one
+    before it, why it does not.
+
+    extra: features of FEATURES that a spec does not know of (``lse_grad``).
+    """
+    passed_over: list[tuple[str, str]] = []
+    for kernel in KERNELS:
+        reason = _not_asked(kernel, spec) or kernel.refusal(spec, direction, extra)
+        if reason is None:
+            return kernel, passed_over
+        passed_over.append((kernel.name, reason))
+    return None, passed_over
+
+
+def choose(spec: AttentionSpec, direction: Direction, extra: frozenset[str] = frozenset()) -> Kernel:
+    """The kernel that runs the spec.
+
+    Raises:
+        UnsupportedError: with each kernel and its reason.
+    """
+    kernel, passed_over = survey(spec, direction, extra)
+    if kernel is not None:
+        return kernel
+    asked = f"algorithm={spec.algorithm!r}, backend={spec.backend!r}"
+    lines = [f"no kernel runs this {direction} with {asked} on {spec.device}:"]
+    if spec.algorithm in _NOT_BUILT:
+        lines.append(f"  {_NOT_BUILT[spec.algorithm]}")
+    lines += [f"  {name}: {reason}" for name, reason in passed_over]
+    raise UnsupportedError("\n".join(lines))
+
+
+def _not_asked(kernel: Kernel, spec: AttentionSpec) -> str | None:
+    if spec.backend not in ("auto", kernel.backend):
+        return f"backend={spec.backend!r} was asked for"
+    if spec.algorithm not in ("auto", kernel.algorithm):
+        return f"algorithm={spec.algorithm!r} was asked for"
+    if spec.algorithm == "auto" and kernel.saves_statistics:
+        return "FlashAttention-1 runs only when asked for by name"
+    return None
+
+
+def saves_statistics(algorithm: str) -> bool:
+    """Whether the algorithm's forward leaves (m, l) for its backward besides the log-sum-exp."""
+    return algorithm == "fa1"
+
+
+def support_table() -> list[dict[str, str]]:
+    """One row per feature: its text, and for each kernel what it supports of it."""
+    rows = []
+    for feature, text in FEATURES.items():
+        row = {"feature": text}
+        for kernel in KERNELS:
+            row[kernel.name] = _cell(feature in kernel.forward, feature in kernel.backward)
+        rows.append(row)
+    return rows
+
+
+def _cell(forward: bool, backward: bool) -> str:
+    if forward and backward:
+        return "yes"
+    return "forward" if forward else "backward" if backward else "-"
+
+
+def support_markdown() -> str:
+    """The support table as Markdown."""
+    rows = support_table()
+    head = list(rows[0])
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    lines += ["| " + " | ".join(row.values()) + " |" for row in rows]
+    return "\n".join(lines)

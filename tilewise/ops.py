@@ -1,0 +1,184 @@
+"""The operators of ``torch.library``: schema, fake, autograd.
+
+``tilewise::forward`` and ``tilewise::backward`` allocate the results, let ``dispatch`` choose a kernel
+and let it fill them. ``torch.compile`` sees one opaque node each. They are registered on a ``Library``
+rather than through ``custom_op``, which costs several times the host time of a call.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilewise import dispatch
+from tilewise.errors import UnsupportedError
+from tilewise.spec import AttentionSpec, Inputs, make_spec
+
+_TENSORS = (
+    "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? alibi_slopes, Tensor? sink, "
+    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_q, Tensor? seqused_k, "
+    "Tensor? dropout_key"
+)
+_OPTIONS = (
+    "SymInt? max_seqlen_q, SymInt? max_seqlen_k, bool causal, SymInt? window_left, "
+    "SymInt? window_right, float? scale, float? softcap, float dropout_p, bool deterministic, "
+    "str algorithm, str backend"
+)
+OPTION_NAMES = tuple(option.split()[-1] for option in _OPTIONS.split(","))
+_TENSOR_COUNT = len(Inputs._fields)
+
+_library = torch.library.Library("tilewise", "DEF")
+_library.define(f"forward({_TENSORS}, {_OPTIONS}) -> (Tensor, Tensor, Tensor)")
+_library.define(f"forward_out(Tensor(a!) out, {_TENSORS}, {_OPTIONS}) -> Tensor")
+_library.define(
+    f"backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, Tensor saved, {_TENSORS}, "
+    f"{_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+
+
+def spec_and_inputs(args: tuple[Any, ...], **checks: bool) -> tuple[AttentionSpec, Inputs]:
+    """The operators' flat arguments as a checked spec and the tensors, ready for kernels."""
+    x = Inputs(*args[:_TENSOR_COUNT])
+    spec = make_spec(x, **dict(zip(OPTION_NAMES, args[_TENSOR_COUNT:], strict=True)), **checks)
+    return spec, x._replace(q=_rows(x.q), k=_rows(x.k), v=_rows(x.v))
+
+
+def _rows(x: Tensor) -> Tensor:
+    """Kernels read rows of adjacent elements; any other stride is theirs to follow."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _empty_out(spec: AttentionSpec, x: Inputs) -> Tensor:
+    """Kernels write the rows of sequences; where others may exist, those must be 0 already."""
+    make = x.q.new_zeros if spec.ragged else x.q.new_empty
+    return make(*x.q.shape[:-1], spec.head_dim_v)
+
+
+def _empty_statistics(spec: AttentionSpec, x: Inputs) -> tuple[Tensor, Tensor]:
+    rows = (spec.heads_q, x.q.shape[0]) if spec.varlen else (spec.batch, spec.heads_q, x.q.shape[1])
+    lse = x.q.new_full(rows, -math.inf, dtype=spec.lse_dtype)
+    saved = (2, *rows) if dispatch.saves_statistics(spec.algorithm) else (0,)
+    return lse, x.q.new_zeros(saved, dtype=spec.lse_dtype)
+
+
+def _run_forward(spec: AttentionSpec, x: Inputs, out: Tensor) -> tuple[Tensor, Tensor]:
+    kernel = dispatch.choose(spec, "forward")
+    lse, saved = _empty_statistics(spec, x)
+    kernel.load().forward(spec, x, out, lse, saved)
+    return lse, saved
+
+
+def _forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    spec, x = spec_and_inputs(args)
+    out = _empty_out(spec, x)
+    lse, saved = _run_forward(spec, x, out)
+    return out, lse, saved
+
+
+def _forward_out(out: Tensor, *args: Any) -> Tensor:
+    spec, x = spec_and_inputs(args)
+    _check_out(spec, x, out)
+    if spec.ragged:
+        out.zero_()
+    lse, _ = _run_forward(spec, x, out)
+    return lse
+
+
+def _check_out(spec: AttentionSpec, x: Inputs, out: Tensor) -> None:
+    want = (*x.q.shape[:-1], spec.head_dim_v)
+    if tuple(out.shape) != want:
+        raise ValueError(f"out.shape: got {tuple(out.shape)}; allowed is {want}")
+    if out.dtype != spec.dtype or out.device != spec.device:
+        raise TypeError(
+            f"out: got {out.dtype} on {out.device}; allowed is q's, {spec.dtype} on {spec.device}"
+        )
+    if out.stride(-1) != 1 and out.shape[-1] != 1:
+        raise ValueError(f"out.stride(): got {out.stride()}; allowed is a contiguous last dimension")
+
+
+class Gradients:
+    """What a backward kernel fills: gradients in the inputs' dtypes, ``None`` where not asked for."""
+
+    __slots__ = ("bias", "k", "q", "sink", "v")
+
+    def __init__(self, spec: AttentionSpec, x: Inputs) -> None:
+        make = torch.zeros if spec.ragged else torch.empty
+        self.q, self.k, self.v = (make(t.shape, dtype=t.dtype, device=t.device) for t in (x.q, x.k, x.v))
+        self.bias = None if x.bias is None else x.bias.new_zeros(x.bias.shape)
+        self.sink = None if x.sink is None else x.sink.new_zeros(x.sink.shape)
+
+
+def _backward(
+    dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, saved: Tensor, *args: Any
+) -> tuple[Tensor, ...]:
+    spec, x = spec_and_inputs(args, check_values=False)
+    extra = frozenset() if dlse is None else frozenset({"lse_grad"})
+    kernel = dispatch.choose(spec, "backward", extra)
+    grads = Gradients(spec, x)
+    kernel.load().backward(spec, x, out, lse, saved, _rows(dout), dlse, grads)
+    return _as_returned(grads)
+
+
+def _as_returned(grads: Gradients) -> tuple[Tensor, ...]:
+    """An operator cannot return None: a gradient that does not exist is an empty tensor."""
+    nothing = [grads.q.new_empty(0) if g is None else g for g in (grads.bias, grads.sink)]
+    return grads.q, grads.k, grads.v, *nothing
+
+
+def _fake_forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    spec, x = spec_and_inputs(args, check_values=False)
+    return _empty_out(spec, x), *_empty_statistics(spec, x)
+
+
+def _fake_forward_out(out: Tensor, *args: Any) -> Tensor:
+    spec, x = spec_and_inputs(args, check_values=False)
+    _check_out(spec, x, out)
+    return _empty_statistics(spec, x)[0]
+
+
+def _fake_backward(
+    dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, saved: Tensor, *args: Any
+) -> tuple[Tensor, ...]:
+    return _as_returned(Gradients(*spec_and_inputs(args, check_values=False)))
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(output[2])
+    ctx.save_for_backward(*output, *inputs[:_TENSOR_COUNT])
+    ctx.options = inputs[_TENSOR_COUNT:]
+
+
+def _autograd(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Tensor | None) -> tuple[Any, ...]:
+    out, lse, saved, *tensors = ctx.saved_tensors
+    if dout is None:
+        dout = out.new_zeros(()).expand(out.shape)
+    dq, dk, dv, dbias, dsink = torch.ops.tilewise.backward(
+        dout, dlse, out, lse, saved, *tensors, *ctx.options
+    )
+    bias, sink = tensors[3], tensors[5]
+    gradients = {0: dq, 1: dk, 2: dv, 3: None if bias is None else dbias}
+    gradients[5] = None if sink is None else dsink
+    return tuple(gradients.get(i) for i in range(_TENSOR_COUNT + len(OPTION_NAMES)))
+
+
+def _no_double_backward(ctx: Any, *grads: Tensor | None) -> None:
+    raise UnsupportedError(
+        "second derivatives of attention are not implemented: call backward without create_graph"
+    )
+
+
+for _name, _function, _fake in (
+    ("forward", _forward, _fake_forward),
+    ("forward_out", _forward_out, _fake_forward_out),
+    ("backward", _backward, _fake_backward),
+):
+    _library.impl(_name, _function, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"tilewise::{_name}", _fake, lib=_library)
+torch.library.register_autograd(
+    "tilewise::forward", _autograd, setup_context=_setup_context, lib=_library
+)
+torch.library.register_autograd("tilewise::backward", _no_double_backward, lib=_library)
