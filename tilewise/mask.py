@@ -78,7 +78,7 @@ def key_tiles(
     right: int | None,
     tile: int,
 ) -> tuple[int, int, int, int]:
-    """``(first, full_first, full_stop, stop)``: the key tiles that query tile ``[q_start, q_stop)`` visits.
+    """``(first, full_first, full_stop, stop)``: the key tiles that queries ``[q_start, q_stop)`` visit.
 
     Tiles ``[first, stop)`` hold a key that some row sees. Tiles ``[full_first, full_stop)`` are seen
     whole by every row and need no element mask; the rest, on either side of them, does.

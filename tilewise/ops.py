@@ -39,10 +39,12 @@ _library.define(
 )
 
 
-def spec_and_inputs(args: tuple[Any, ...], **checks: bool) -> tuple[AttentionSpec, Inputs]:
+def spec_and_inputs(args: tuple[Any, ...], check_values: bool = True) -> tuple[AttentionSpec, Inputs]:
     """The operators' flat arguments as a checked spec and the tensors, ready for kernels."""
     x = Inputs(*args[:_TENSOR_COUNT])
-    spec = make_spec(x, **dict(zip(OPTION_NAMES, args[_TENSOR_COUNT:], strict=True)), **checks)
+    spec = make_spec(
+        x, **dict(zip(OPTION_NAMES, args[_TENSOR_COUNT:], strict=True)), check_values=check_values
+    )
     return spec, x._replace(q=_rows(x.q), k=_rows(x.k), v=_rows(x.v))
 
 

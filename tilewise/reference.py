@@ -37,7 +37,7 @@ def attention(
 
 def _attend(spec: AttentionSpec, x: Inputs, seq: Sequence, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """One sequence: out (Sq, Hq, Dv) and lse (Hq, Sq)."""
-    b, sq, sk = seq.index, seq.length_q, seq.length_k
+    b, sq, sk = seq.number, seq.length_q, seq.length_k
     q, k, v = (t.to(dtype) for t in (seq.queries(x.q), seq.keys(x.k), seq.keys(x.v)))
     k, v = (t.repeat_interleave(spec.group, dim=1) for t in (k, v))
     i = torch.arange(sq, device=q.device)[:, None]

@@ -237,7 +237,7 @@ _OPTION_TYPES: dict[str, tuple[Any, str]] = {
 class Sequence(NamedTuple):
     """Where one sequence lies: ``length`` used rows from ``start`` on, on the query and key side."""
 
-    index: int
+    number: int
     start_q: int
     length_q: int
     start_k: int
@@ -248,19 +248,19 @@ class Sequence(NamedTuple):
         """This sequence's rows of a query-side tensor (q, out, dq): (Sq, Hq, ...)."""
         if self.varlen:
             return x[self.start_q : self.start_q + self.length_q]
-        return x[self.index, : self.length_q]
+        return x[self.number, : self.length_q]
 
     def keys(self, x: Tensor) -> Tensor:
         """This sequence's rows of a key-side tensor (k, v, dk, dv): (Sk, Hkv, ...)."""
         if self.varlen:
             return x[self.start_k : self.start_k + self.length_k]
-        return x[self.index, : self.length_k]
+        return x[self.number, : self.length_k]
 
     def rows(self, x: Tensor) -> Tensor:
         """This sequence's part of a per-row statistic (lse, delta): (Hq, Sq)."""
         if self.varlen:
             return x[..., self.start_q : self.start_q + self.length_q]
-        return x[..., self.index, :, : self.length_q]
+        return x[..., self.number, :, : self.length_q]
 
 
 def sequences(spec: AttentionSpec, x: Inputs) -> Iterator[Sequence]:
