@@ -10,15 +10,15 @@ where ``None`` for ``left`` or ``right`` means no bound on that side. Causal is 
 The functions below are plain integer arithmetic on purpose: Python runs them in the CPU backend and
 in the tests, and the GPU backends compile the very same functions (``triton.jit(mask.key_tiles)``), so
 the kernels cannot disagree with what is tested here. That is why they use only ``min``, ``max``, ``//``
-on non-negative numbers (a GPU truncates where Python floors) and no helper of this module.
+on non-negative numbers (a GPU truncates where Python floors), no helper of this module and no type
+annotations (a kernel's own types would be read from them). Positions, lengths and tile sides are int,
+left and right int or None.
 
 By symmetry the queries that see a key are the same band with the roles swapped: call ``key_tiles`` or
 ``key_span`` with (queries, keys) and (left, right) exchanged.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 Window = tuple[int | None, int | None]
 
@@ -44,7 +44,7 @@ def normalize_window(causal: bool, window: Window, seqlen_q: int, seqlen_k: int)
     return left, right
 
 
-def visible(i: Any, j: Any, seqlen_q: int, seqlen_k: int, left: int | None, right: int | None) -> Any:
+def visible(i, j, seqlen_q, seqlen_k, left, right):
     """Whether query ``i`` sees key ``j``; broadcasts over arrays of positions."""
     offset = seqlen_k - seqlen_q
     seen = (i < seqlen_q) & (j < seqlen_k)
@@ -55,7 +55,7 @@ def visible(i: Any, j: Any, seqlen_q: int, seqlen_k: int, left: int | None, righ
     return seen
 
 
-def key_span(seqlen_q: int, seqlen_k: int, left: int | None, right: int | None) -> tuple[int, int]:
+def key_span(seqlen_q, seqlen_k, left, right):
     """``(low, high)``: the keys that at least one query of the sequence may see are in ``[low, high)``.
 
     Keys outside are never used, so loads skip them: whatever they hold (padding, NaN) has no effect.
@@ -69,15 +69,7 @@ def key_span(seqlen_q: int, seqlen_k: int, left: int | None, right: int | None) 
     return low, high
 
 
-def key_tiles(
-    q_start: int,
-    q_stop: int,
-    seqlen_q: int,
-    seqlen_k: int,
-    left: int | None,
-    right: int | None,
-    tile: int,
-) -> tuple[int, int, int, int]:
+def key_tiles(q_start, q_stop, seqlen_q, seqlen_k, left, right, tile):
     """``(first, full_first, full_stop, stop)``: the key tiles that queries ``[q_start, q_stop)`` visit.
 
     Tiles ``[first, stop)`` hold a key that some row sees. Tiles ``[full_first, full_stop)`` are seen

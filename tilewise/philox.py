@@ -38,7 +38,7 @@ def keep_scale(p: float) -> float:
 
 def fold(seed: Tensor, offset: Tensor | int = 0) -> Tensor:
     """The 64-bit Philox key of a (seed, offset) pair: int64, wrapping."""
-    return seed + offset * _OFFSET_STEP
+    return seed + offset * torch.full_like(seed, _OFFSET_STEP)
 
 
 def philox(counter: tuple[Tensor, ...], key: Tensor) -> tuple[Tensor, ...]:

@@ -44,9 +44,7 @@ def standard_library() -> Corpus:
     """
     root = Path(sysconfig.get_paths()["stdlib"])
     files = sorted(
-        file
-        for file in root.rglob("*.py")
-        if _NOT_STDLIB.isdisjoint(file.relative_to(root).parts[:-1])
+        file for file in root.rglob("*.py") if _NOT_STDLIB.isdisjoint(file.relative_to(root).parts[:-1])
     )
     if not files:
         raise TextError(f"no .py files in {root}: name a text of your own with --text PATH")

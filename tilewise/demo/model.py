@@ -18,7 +18,15 @@ Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 def tiled(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Causal attention by Tilewise; no tensor of size S x S exists. Shapes (B, S, H, D)."""
-    return tilewise.attention(q, k, v, causal=True)
+    out = tilewise.attention(q, k, v, causal=True)
+    assert isinstance(out, Tensor)  # a pair only if the log-sum-exp was asked for
+    return out
+
+
+def chosen_kernels(q: Tensor, k: Tensor, v: Tensor) -> str:
+    """Names of the kernels that `tiled` runs forward and backward for tensors like these."""
+    choice = tilewise.explain(q, k, v, causal=True).data
+    return " + ".join(dict.fromkeys(choice[way]["kernel"] for way in ("forward", "backward")))
 
 
 def materialised(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -43,6 +51,9 @@ class Shape:
 class Rotary(nn.Module):
     """Turns each pair of features by an angle that grows with the position, so that a score knows
     how far apart query and key are (Su et al., 2021). Shape (B, S, H, D), D even."""
+
+    cos: Tensor
+    sin: Tensor
 
     def __init__(self, dim: int, context: int) -> None:
         super().__init__()

@@ -1,0 +1,278 @@
+"""Compile every kernel for every GPU family, without a GPU, and check what the compiler made of it.
+
+    python scripts/compile_offline.py [--arch sm_90 ...] [--case NAME ...] [--keep DIR]
+
+Runs the library's own host code on tensors without data and compiles each launch that it makes, so what
+is compiled here is what a user would run. Prints registers, spills and shared memory of each kernel.
+Exit status 1 if a kernel does not compile, wants more shared memory than its GPU has, or spills where
+it must not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+os.environ.pop("TRITON_INTERPRET", None)
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+from tilewise import dispatch, ops, schedule
+from tilewise.spec import AttentionSpec, Inputs, make_spec
+
+KB = 1024
+
+
+@dataclass(frozen=True)
+class Arch:
+    target: GPUTarget
+    shared_memory: int  # bytes that one program may use
+
+
+ARCHES = {
+    "sm_80": Arch(GPUTarget("cuda", 80, 32), 163 * KB),
+    "sm_89": Arch(GPUTarget("cuda", 89, 32), 99 * KB),
+    "sm_90": Arch(GPUTarget("cuda", 90, 32), 227 * KB),
+    "sm_100": Arch(GPUTarget("cuda", 100, 32), 227 * KB),
+    "sm_120": Arch(GPUTarget("cuda", 120, 32), 99 * KB),
+    "gfx942": Arch(GPUTarget("hip", "gfx942", 64), 64 * KB),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    dtype: torch.dtype = torch.bfloat16
+    dims: tuple[int, int] = (128, 128)
+    heads: tuple[int, int] = (4, 4)
+    varlen: bool = False
+    options: tuple[tuple[str, Any], ...] = ()
+
+
+CASES = {
+    "d64": Case(dims=(64, 64)),
+    "d128": Case(),
+    "d256": Case(dims=(256, 256)),
+    "d128-fp16-causal-gqa": Case(torch.float16, heads=(4, 2), options=(("causal", True),)),
+    "d192-128-varlen-window-softcap": Case(
+        dims=(192, 128),
+        varlen=True,
+        options=(("window_left", 99), ("window_right", 7), ("softcap", 30.0)),
+    ),
+    "d80-fp32-causal-deterministic": Case(
+        torch.float32, dims=(80, 80), options=(("causal", True), ("deterministic", True))
+    ),
+    "d24-deterministic": Case(dims=(24, 24), options=(("deterministic", True),)),
+}
+# Other families than Hopper share its code paths: they compile the cases that differ in tile or path.
+FEWER = ("d128", "d256", "d192-128-varlen-window-softcap", "d80-fp32-causal-deterministic")
+
+
+@dataclass(frozen=True)
+class Launch:
+    kernel: JITFunction
+    arguments: dict[str, Any]
+    options: dict[str, Any]
+
+
+def launches(case: Case, kernel: dispatch.Kernel, arch: Arch) -> Iterator[Launch]:
+    """The launches of one forward and backward of the library on tensors without data."""
+    recorded: list[Launch] = []
+
+    def record(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        names = inspect.signature(self.fn).parameters
+        options = {k: v for k, v in kwargs.items() if k not in names}
+        given = {k: v for k, v in kwargs.items() if k in names}
+        bound = inspect.signature(self.fn).bind(*args, **given)
+        recorded.append(Launch(self, dict(bound.arguments), options))
+
+    spec, x = _problem(case, kernel.algorithm)
+    module = kernel.load()
+    with (
+        mock.patch.object(JITFunction, "run", record),
+        mock.patch.object(schedule, "_shared_memory", lambda device: arch.shared_memory),
+    ):
+        out = ops._empty_out(spec, x)
+        lse, saved = ops._empty_statistics(spec, x)
+        module.forward(spec, x, out, lse, saved)
+        grads = ops.Gradients(spec, x)
+        module.backward(spec, x, out, lse, saved, torch.empty_like(out), torch.empty_like(lse), grads)
+    yield from recorded
+
+
+def _problem(case: Case, algorithm: str) -> tuple[AttentionSpec, Inputs]:
+    (d, dv), (hq, hkv) = case.dims, case.heads
+    lead = (4096,) if case.varlen else (2, 2048)
+    shapes = ((*lead, hq, d), (*lead, hkv, d), (*lead, hkv, dv))
+    q, k, v = (torch.empty(s, dtype=case.dtype, device="meta") for s in shapes)
+    x = Inputs(q, k, v)
+    longest: dict[str, int] = {}
+    if case.varlen:
+        cu_seqlens = torch.empty(3, dtype=torch.int32, device="meta")
+        used = torch.empty(2, dtype=torch.int32, device="meta")
+        x = x._replace(cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, seqused_q=used, seqused_k=used)
+        longest = {"max_seqlen_q": 2048, "max_seqlen_k": 2048}
+    options: dict[str, Any] = dict(case.options)
+    return make_spec(x, check_values=False, algorithm=algorithm, **longest, **options), x
+
+
+def compile_launch(launch: Launch, arch: Arch) -> Any:
+    """Compile with the types and specializations that a launch on a GPU would have."""
+    signature: dict[str, Any] = {}
+    constants: dict[tuple[int, ...], Any] = {}
+    attributes: dict[tuple[int, ...], Any] = {}
+    constexprs = {p.name for p in launch.kernel.params if p.is_constexpr}
+
+    def describe(value: Any, path: tuple[int, ...]) -> Any:
+        if isinstance(value, tuple):
+            return tuple(describe(item, (*path, n)) for n, item in enumerate(value))
+        if isinstance(value, torch.Tensor):
+            attributes[path] = [["tt.divisibility", 16]]
+            return "*" + _TYPE_NAMES[value.dtype]
+        if isinstance(value, float):
+            return "fp32"
+        if value is None or (isinstance(value, int) and value == 1):
+            constants[path] = value
+            return "constexpr"
+        if value % 16 == 0:
+            attributes[path] = [["tt.divisibility", 16]]
+        return "i32" if abs(value) < 2**31 else "i64"
+
+    for n, (name, value) in enumerate(launch.arguments.items()):
+        if name in constexprs:
+            signature[name], constants[(n,)] = "constexpr", value
+        else:
+            signature[name] = describe(value, (n,))
+    source = ASTSource(launch.kernel, signature, constants, attributes)
+    return triton.compile(source, target=arch.target, options=launch.options)
+
+
+_TYPE_NAMES = {
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.float32: "fp32",
+    torch.int32: "i32",
+    torch.int64: "i64",
+}
+
+
+def resources(built: Any, arch: Arch) -> dict[str, int]:
+    """Registers a thread, bytes spilled and shared memory of a compiled kernel."""
+    shared = int(built.metadata.shared)
+    if arch.target.backend == "hip":
+        text = built.asm["amdgcn"]
+        spills = _number(r"\.vgpr_spill_count:\s+(\d+)", text)
+        return {"registers": _number(r"\.vgpr_count:\s+(\d+)", text), "spills": spills, "shared": shared}
+    tool = get_ptxas(int(arch.target.arch)).path
+    suffix = "a" if int(arch.target.arch) >= 90 else ""
+    with tempfile.TemporaryDirectory() as folder:
+        ptx = Path(folder) / "kernel.ptx"
+        ptx.write_text(built.asm["ptx"])
+        command = [
+            str(tool),
+            "-v",
+            f"-arch=sm_{arch.target.arch}{suffix}",
+            str(ptx),
+            "-o",
+            f"{folder}/kernel.cubin",
+        ]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    return {
+        "registers": _number(r"Used (\d+) registers", text),
+        "spills": _number(r"(\d+) bytes spill stores", text),
+        "shared": shared,
+    }
+
+
+def _reason(error: BaseException) -> str:
+    """The innermost cause, at its end: Triton's errors begin with the kernel's whole source."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    text = getattr(error, "stderr", None) or str(error)
+    return f"{type(error).__name__} {text[-400:]}"
+
+
+def _number(pattern: str, text: str) -> int:
+    found = re.search(pattern, text)
+    return int(found.group(1)) if found else 0
+
+
+def check(task: tuple[str, str, str, str | None]) -> list[tuple[str, ...]]:
+    """Compile one case of one kernel family for one GPU family: a row per kernel, last the complaint."""
+    arch_name, case_name, kernel_name, keep = task
+    arch, case = ARCHES[arch_name], CASES[case_name]
+    family = next(k for k in dispatch.KERNELS if k.name == kernel_name)
+    rows = []
+    for launch in launches(case, family, arch):
+        name = f"{family.algorithm} {launch.kernel.fn.__name__}"
+        began = time.perf_counter()
+        try:
+            built = compile_launch(launch, arch)
+            used = resources(built, arch)
+        except Exception as error:
+            rows.append((arch_name, case_name, name, "", "", "", "", f"FAILED: {_reason(error)}"))
+            continue
+        if keep is not None:
+            for kind in ("ttgir", "ptx", "cubin", "amdgcn"):
+                if kind in built.asm:
+                    data = built.asm[kind]
+                    path = Path(keep) / f"{arch_name}.{case_name}.{name.replace(' ', '.')}.{kind}"
+                    path.write_bytes(data if isinstance(data, bytes) else data.encode())
+        complaint = ""
+        if used["shared"] > arch.shared_memory:
+            complaint = f"needs {used['shared']} bytes of shared memory, has {arch.shared_memory}"
+        seconds = f"{time.perf_counter() - began:.1f}"
+        numbers = (str(used["registers"]), str(used["spills"]), str(used["shared"]), seconds)
+        rows.append((arch_name, case_name, name, *numbers, complaint))
+    return rows
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--arch", nargs="*", choices=ARCHES, default=list(ARCHES))
+    parser.add_argument("--case", nargs="*", choices=CASES)
+    parser.add_argument("--keep", help="folder for ttgir, ptx and cubin")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count())
+    arguments = parser.parse_args()
+    if arguments.keep:
+        Path(arguments.keep).mkdir(parents=True, exist_ok=True)
+    families = [k.name for k in dispatch.KERNELS if k.backend == "triton"]
+    tasks = [
+        (arch, case, family, arguments.keep)
+        for arch in arguments.arch
+        for case in arguments.case or (CASES if arch == "sm_90" else FEWER)
+        for family in families
+    ]
+    print(f"triton {triton.__version__}, {len(tasks)} cases", flush=True)
+    complaints = 0
+    layout = "{:7} {:31} {:20} {:>9} {:>6} {:>7} {:>7}  {}"
+    print(layout.format("arch", "case", "kernel", "registers", "spills", "shared", "seconds", ""))
+    with get_context("spawn").Pool(arguments.jobs) as pool:
+        run: Callable[..., Any] = pool.imap
+        for rows in run(check, tasks):
+            for row in rows:
+                complaints += bool(row[-1])
+                print(layout.format(*row), flush=True)
+    print(f"{complaints} complaints" if complaints else "every kernel compiles and fits")
+    return 1 if complaints else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

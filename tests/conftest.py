@@ -1,0 +1,35 @@
+"""What holds for every test: poisoned fresh memory, hypothesis profiles, GPU tests only on a GPU."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import hypothesis
+import poison
+import pytest
+import torch
+
+_GPU_TESTS = Path(__file__).parent / "gpu"
+
+# One test run must mean the same as the next, so the everyday profile draws the same examples each
+# time; HYPOTHESIS_PROFILE=thorough goes looking for new ones.
+hypothesis.settings.register_profile("ci", deadline=None, max_examples=50, derandomize=True)
+hypothesis.settings.register_profile("thorough", deadline=None, max_examples=1000)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+def pytest_configure() -> None:
+    poison.install()
+
+
+def pytest_unconfigure() -> None:
+    poison.remove()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if _GPU_TESTS in item.path.parents:
+            item.add_marker(pytest.mark.gpu)
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))

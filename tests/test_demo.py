@@ -1,0 +1,208 @@
+"""The demo notices what it promises to notice, on a model small enough for a test."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tilewise.demo import corpus, longseq, memory, model, picture, run, train
+from tilewise.demo.corpus import Corpus, TextError
+from tilewise.demo.report import CURVES_COINCIDE, Check
+
+CPU = torch.device("cpu")
+PLAN = train.Plan(
+    model.Shape(layers=2, heads=2, width=32, context=48),
+    batch=4,
+    steps=25,
+    rate=3e-3,
+    seed=0,
+    dtype=torch.float32,
+)
+
+
+def a_text() -> Corpus:
+    return corpus.from_paths([Path(__file__)])
+
+
+class Diary:
+    """A watcher that remembers."""
+
+    def __init__(self) -> None:
+        self.stages: list[str] = []
+        self.steps = 0
+
+    def begin(self, stage: str, steps: int | None) -> None:
+        self.stages.append(stage)
+
+    def advance(self, note: str) -> None:
+        self.steps += 1
+
+
+@pytest.fixture(scope="module")
+def told():
+    diary = Diary()
+    return run.demonstrate(a_text(), PLAN, length=600, device=CPU, watcher=diary), diary
+
+
+# --- text ---------------------------------------------------------------------------------------
+
+
+def test_the_standard_library_is_text_without_installed_packages():
+    text = corpus.standard_library()
+    assert text.files > 100 and len(text.data) > 1_000_000 and "Python" in text.source
+
+
+def test_a_python_without_sources_asks_for_a_text(monkeypatch, tmp_path):
+    monkeypatch.setattr(corpus.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
+    with pytest.raises(TextError, match="--text PATH"):
+        corpus.standard_library()
+
+
+def test_a_folder_stands_for_the_text_files_in_it(tmp_path):
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "b.txt").write_bytes(b"second")
+    (tmp_path / "a.md").write_bytes(b"first")
+    (tmp_path / "inner" / "c.py").write_bytes(b"third")
+    (tmp_path / "picture.png").write_bytes(b"\x89PNG")
+    text = corpus.from_paths([tmp_path])
+    assert bytes(text.data.tolist()) == b"first\nsecond\nthird" and text.files == 3
+
+
+@pytest.mark.parametrize("content", [b"", b" \n\t\n"])
+def test_empty_text_is_refused(tmp_path, content):
+    (tmp_path / "empty.txt").write_bytes(content)
+    with pytest.raises(TextError, match=r"no text in .*empty\.txt"):
+        corpus.from_paths([tmp_path / "empty.txt"])
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(TextError, match=r"cannot read .*nowhere\.txt: No such file"):
+        corpus.from_paths([tmp_path / "nowhere.txt"])
+
+
+def test_too_short_a_text_is_refused_before_training():
+    short = Corpus(torch.zeros(300, dtype=torch.uint8), "zeros", 1)
+    with pytest.raises(TextError, match="too short: training needs 49 bytes"):
+        train.train(PLAN, model.tiled, short.split(), CPU)
+
+
+# --- training -----------------------------------------------------------------------------------
+
+
+def test_both_attentions_agree():
+    q, k, v = (torch.randn(2, 40, 3, 16) for _ in range(3))
+    torch.testing.assert_close(model.tiled(q, k, v), model.materialised(q, k, v))
+
+
+def test_the_same_seed_trains_the_same_model():
+    first, second = (train.train(PLAN, model.materialised, a_text().split(), CPU) for _ in range(2))
+    assert first.losses == second.losses and first.held_out_loss == second.held_out_loss
+
+
+def test_rotary_scores_depend_on_distance_alone():
+    rotary = model.Rotary(dim=8, context=20)
+    q, k = torch.randn(2, 8, dtype=torch.float64).expand(1, 20, 1, 2, 8).unbind(3)
+    scores = (rotary(q)[0, :, 0] @ rotary(k)[0, :, 0].T).double()
+    for distance in (0, 3, 7):
+        diagonal = scores.diagonal(distance)
+        torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal))
+
+
+def test_everything_passes(told):
+    report, _ = told
+    assert report.passed, report.checks
+
+
+def test_the_watcher_sees_every_stage_and_step(told):
+    _, diary = told
+    assert diary.steps == 2 * PLAN.steps and len(diary.stages) == 4
+
+
+def test_the_sample_is_printable(told):
+    report, _ = told
+    assert report.sample and all(c.isprintable() or c == "\n" for c in report.sample)
+
+
+def test_terminal_codes_in_a_sample_are_defused():
+    assert run._readable(b"a\x1b[31mb\xffc\n") == "a·[31mb\N{REPLACEMENT CHARACTER}c\n"
+
+
+@pytest.mark.parametrize("wrong", ["output", "gradient"])
+def test_a_wrong_kernel_is_noticed(monkeypatch, told, wrong):
+    """One per cent too much, in the output or in the gradient of the keys alone."""
+    report, _ = told
+
+    def wrong_attention(q, k, v):
+        if wrong == "output":
+            return 1.01 * model.materialised(q, k, v)
+        return model.materialised(q, k * 1.01 - (0.01 * k).detach(), v)
+
+    monkeypatch.setattr(model, "tiled", wrong_attention)
+    monkeypatch.setattr(longseq, "in_fresh_process", lambda length, device: report.long_sequence)
+    spoiled = run.demonstrate(a_text(), PLAN, length=600, device=CPU)
+    assert {check.claim for check in spoiled.checks if not check.passed} == {CURVES_COINCIDE}
+
+
+def test_a_nan_fails_a_check():
+    assert not Check("anything", float("nan"), 1.0).passed
+
+
+# --- the long sequence --------------------------------------------------------------------------
+
+
+def test_exact_rows_are_rows_of_the_whole():
+    q, k, v, dout = (torch.randn(1, 30, 1, 8, dtype=torch.float64) for _ in range(4))
+    rows = torch.tensor([0, 7, 29])
+    q.requires_grad_()
+    whole = model.materialised(q, k, v)
+    whole.backward(dout)
+    out, dq = longseq.exact_rows(q, k, v, dout, rows)
+    torch.testing.assert_close(out, whole[0, rows, 0], check_dtype=False)
+    torch.testing.assert_close(dq, q.grad[0, rows, 0], check_dtype=False)
+
+
+def test_the_long_sequence_is_measured(told):
+    long = told[0].long_sequence
+    assert long.length == 600 and long.score_bytes_fp16 == 2 * 600 * 600
+    assert long.output_error < 1e-5 and long.dq_error < 1e-5
+    assert long.forward_seconds > 0 and long.backward_seconds > 0
+    assert "cpu/fa2" in long.kernels
+
+
+def test_a_long_sequence_that_dies_says_why():
+    with pytest.raises(RuntimeError, match="long sequence failed"):
+        longseq.in_fresh_process(0, torch.device("meta"))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems only know the peak since the start")
+def test_a_passing_allocation_is_measured():
+    with memory.measured(CPU) as peak:
+        torch.zeros(40 * 2**20 // 4).add_(1)
+    assert peak.extra_bytes is not None and 39 * 2**20 < peak.extra_bytes < 60 * 2**20
+
+
+# --- what is written ----------------------------------------------------------------------------
+
+
+def test_the_report_is_json(told, tmp_path):
+    report, _ = told
+    data = json.loads(report.write(tmp_path).read_text())
+    assert data["passed"] is True and data["plan"]["dtype"] == "float32"
+    assert len(data["curves"][0]["losses"]) == PLAN.steps
+    assert all(check["passed"] for check in data["checks"])
+
+
+def test_the_picture_is_drawn(told, tmp_path):
+    pytest.importorskip("matplotlib")
+    assert picture.draw(told[0], tmp_path / "curves.png")
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_matplotlib_there_is_no_picture(told, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert not picture.draw(told[0], tmp_path / "curves.png")
+    assert not (tmp_path / "curves.png").exists()

@@ -1,0 +1,113 @@
+"""From a spec and its tensors to a kernel launch: strides, lengths, grid, tile."""
+
+from __future__ import annotations
+
+import math
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal
+
+import torch
+import triton
+from torch import Tensor
+
+from tilewise import schedule
+from tilewise.spec import AttentionSpec, Inputs
+
+Strides = tuple[int, int, int]
+
+
+def launch(
+    kernel: Any,
+    name: str,
+    spec: AttentionSpec,
+    x: Inputs,
+    *,
+    over: Literal["queries", "keys", "heads"],
+    operands: tuple[Tensor | None, ...],
+    **extra: Any,
+) -> None:
+    """Launch one program per query tile and query head, key tile and key head, or key head alone.
+
+    name: the kernel's row in ``schedule.TRITON_TILES``.
+    operands: the tensors of the kernel, in its order; their strides go along.
+    """
+    block_d, block_dv = (max(16, triton.next_power_of_2(d)) for d in (spec.head_dim, spec.head_dim_v))
+    tile = schedule.triton_tile(name, x.q.device, max(block_d, block_dv), x.q.element_size())
+    if over == "queries":
+        programs = spec.batch * spec.heads_q * triton.cdiv(spec.max_seqlen_q, tile.q)
+    elif over == "keys":
+        programs = spec.batch * spec.heads_kv * triton.cdiv(spec.max_seqlen_k, tile.k)
+    else:
+        programs = spec.batch * spec.heads_kv
+    if programs == 0:
+        return
+    with _on_device(x.q.device):
+        kernel[(programs,)](
+            *operands,
+            strides=tuple(strides(spec, t) for t in operands),
+            lengths=_lengths(spec, x),
+            heads=spec.heads_q,
+            group=spec.group,
+            left=spec.window_left,
+            right=spec.window_right,
+            **_score_factors(spec),
+            D=spec.head_dim,
+            DV=spec.head_dim_v,
+            BLOCK_D=block_d,
+            BLOCK_DV=block_dv,
+            TILE_Q=tile.q,
+            TILE_K=tile.k,
+            IEEE=spec.dtype == torch.float32,
+            num_warps=tile.warps,
+            num_stages=tile.stages,
+            **extra,
+        )
+
+
+def launch_rows(
+    kernel: Any, spec: AttentionSpec, x: Inputs, *, operands: tuple[Tensor | None, ...]
+) -> None:
+    """Launch a kernel that makes one pass over the output's rows, a program per tile and query head."""
+    block_dv = max(16, triton.next_power_of_2(spec.head_dim_v))
+    tile = schedule.ROW_TILE
+    programs = spec.batch * spec.heads_q * triton.cdiv(spec.max_seqlen_q, tile)
+    if programs == 0:
+        return
+    with _on_device(x.q.device):
+        kernel[(programs,)](
+            *operands,
+            strides=tuple(strides(spec, t) for t in operands),
+            lengths=_lengths(spec, x),
+            heads=spec.heads_q,
+            DV=spec.head_dim_v,
+            BLOCK_DV=block_dv,
+            TILE_Q=tile,
+        )
+
+
+def _lengths(spec: AttentionSpec, x: Inputs) -> tuple[Any, ...]:
+    tensors = (x.cu_seqlens_q, x.cu_seqlens_k, x.seqused_q, x.seqused_k)
+    return (*tensors, spec.max_seqlen_q, spec.max_seqlen_k)
+
+
+def strides(spec: AttentionSpec, t: Tensor | None) -> Strides:
+    """(batch, row, head) strides in elements. Row statistics are (B, H, S) or (H, total)."""
+    if t is None:
+        return (0, 0, 0)
+    if t.dim() == (2 if spec.varlen else 3):
+        return (0 if spec.varlen else t.stride(0), t.stride(-1), t.stride(-2))
+    return (0 if spec.varlen else t.stride(0), t.stride(-3), t.stride(-2))
+
+
+def _score_factors(spec: AttentionSpec) -> dict[str, float | None]:
+    """scale and softcap as ``tile.logits`` wants them, in units of log2(e)."""
+    log2e = math.log2(math.e)
+    if spec.softcap is None:
+        return {"scale": spec.scale * log2e, "softcap": None}
+    return {"scale": spec.scale / spec.softcap, "softcap": spec.softcap * log2e}
+
+
+def _on_device(device: torch.device) -> AbstractContextManager[Any]:
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(device)

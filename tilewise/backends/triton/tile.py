@@ -1,0 +1,142 @@
+"""What the Triton kernels share: a sequence's rows, tiles of a matrix, scores and their derivative.
+
+Masks are not written here: the functions of ``tilewise.mask`` are compiled as they are.
+"""
+
+from __future__ import annotations
+
+from types import FunctionType
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from tilewise import mask
+
+
+def device_function(function: FunctionType) -> Any:
+    """A plain function of ``tilewise.mask`` for kernels to call. Triton's interpreter insists on seeing
+    ``triton.language`` among a function's globals, which a module for everyone does not import."""
+    scope = {**function.__globals__, "tl": tl}
+    return triton.jit(FunctionType(function.__code__, scope, function.__name__))
+
+
+key_tiles = device_function(mask.key_tiles)
+key_span = device_function(mask.key_span)
+visible = device_function(mask.visible)
+
+
+@triton.jit
+def sequence_rows(b, cu_seqlens, seqused, seqlen):
+    """First row and number of rows of sequence ``b``; dense batches start at row 0."""
+    start = 0
+    length = seqlen
+    if cu_seqlens is not None:
+        start = tl.load(cu_seqlens + b)
+        length = tl.load(cu_seqlens + b + 1) - start
+    if seqused is not None:
+        length = tl.load(seqused + b)
+    return start, length
+
+
+@triton.jit
+def matrix(pointer, strides, b, start, head):
+    """Address of one sequence and head: strides are those of (batch, row, head), batch 0 if packed."""
+    sequence = tl.cast(b, tl.int64) * strides[0] + tl.cast(start, tl.int64) * strides[1]
+    return pointer + sequence + tl.cast(head, tl.int64) * strides[2]
+
+
+@triton.jit
+def tile_pointers(base, stride, start, ROWS: tl.constexpr, COLS: tl.constexpr):
+    # 64 bits wherever a row stride enters: long sequences and wide rows pass 2**31 elements.
+    rows = tl.arange(0, ROWS).to(tl.int64) * stride
+    return base + tl.cast(start, tl.int64) * stride + rows[:, None] + tl.arange(0, COLS)[None, :]
+
+
+@triton.jit
+def tile_mask(start, low, high, ROWS: tl.constexpr, COLS: tl.constexpr, D: tl.constexpr):
+    rows = start + tl.arange(0, ROWS)
+    inside = ((rows >= low) & (rows < high))[:, None]
+    if D < COLS:
+        inside = inside & (tl.arange(0, COLS) < D)[None, :]
+    return inside
+
+
+@triton.jit
+def load_tile(
+    base,
+    stride,
+    start,
+    low,
+    high,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    D: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Rows ``start`` to ``start + ROWS``, zero beyond column D and, if MASKED, outside [low, high)."""
+    pointers = tile_pointers(base, stride, start, ROWS, COLS)
+    if MASKED:
+        return tl.load(pointers, mask=tile_mask(start, low, high, ROWS, COLS, D), other=0.0)
+    if D < COLS:
+        return tl.load(pointers, mask=(tl.arange(0, COLS) < D)[None, :], other=0.0)
+    return tl.load(pointers)
+
+
+@triton.jit
+def store_tile(
+    base, stride, start, stop, value, ROWS: tl.constexpr, COLS: tl.constexpr, D: tl.constexpr
+):
+    """Store rows ``start`` to ``stop`` (at most ROWS of them), columns below D."""
+    pointers = tile_pointers(base, stride, start, ROWS, COLS)
+    inside = tile_mask(start, start, stop, ROWS, COLS, D)
+    tl.store(pointers, value.to(base.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def load_rows(base, start, low, high, other, ROWS: tl.constexpr, MASKED: tl.constexpr):
+    """A row statistic (lse, delta), ``other`` outside [low, high)."""
+    rows = start + tl.arange(0, ROWS)
+    if MASKED:
+        return tl.load(base + rows, mask=(rows >= low) & (rows < high), other=other)
+    return tl.load(base + rows)
+
+
+@triton.jit
+def logits(products, scale, softcap):
+    """Dot products to (s, factor): s * factor are the logits in units of log2(e), ready for exp2.
+
+    The factor stays outside, where it costs nothing: exp2(s * factor - top) is one multiply-add.
+    scale: of the products, times log2(e); with softcap c, divided by c instead.
+    softcap: c * log2(e), or None.
+    """
+    if softcap is not None:
+        return softcap * tanh(products * scale), 1.0
+    return products, scale
+
+
+@triton.jit
+def softcap_slope(s, softcap):
+    """Derivative of the softcap where it gave s: 1 - tanh^2."""
+    t = s / softcap
+    return 1.0 - t * t
+
+
+@triton.jit
+def tanh(x):
+    # Exact at both ends (exp2 gives 0 or inf), and portable, which a library call is not.
+    return 1.0 - 2.0 / (1.0 + tl.exp2(x * 2.8853900817779268))
+
+
+@triton.jit
+def finite(top):
+    """A row maximum to subtract: a row that has seen nothing has -inf, and -inf - -inf is NaN."""
+    return tl.where(top == float("-inf"), 0.0, top)
+
+
+@triton.jit
+def dot(a, b, acc, IEEE: tl.constexpr):
+    """acc + a b in fp32; fp32 operands by plain multiply-adds, never tf32."""
+    if IEEE:
+        return tl.dot(a, b, acc, input_precision="ieee")
+    return tl.dot(a, b, acc)

@@ -1,0 +1,18 @@
+"""The command line, `tilewise`. Its look needs the extra `cli`; the library itself never does."""
+
+from __future__ import annotations
+
+import sys
+
+_EXTRA = {"typer", "rich"}
+
+
+def main() -> None:
+    """Runs the command line, or says in one line what is missing for it."""
+    try:
+        from tilewise.cli.app import app
+    except ModuleNotFoundError as error:
+        if error.name not in _EXTRA:
+            raise
+        sys.exit(f"tilewise: {error.name} is missing; install it with: pip install 'tilewise[cli]'")
+    app()
