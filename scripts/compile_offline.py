@@ -79,6 +79,7 @@ CASES = {
     "d80-fp32-causal-deterministic": Case(
         torch.float32, dims=(80, 80), options=(("causal", True), ("deterministic", True))
     ),
+    "d256-det": Case(dims=(256, 256), options=(("deterministic", True),)),
     "d24-deterministic": Case(dims=(24, 24), options=(("deterministic", True),)),
 }
 # Other families than Hopper share its code paths: they compile the cases that differ in tile or path.

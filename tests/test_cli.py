@@ -18,7 +18,7 @@ from tilewise.cli.app import app
 from tilewise.demo import run
 from tilewise.demo.report import Check
 
-TINY = ["--text", str(Path(__file__)), "--steps", "4", "--length", "512"]
+TINY = ["--text", str(Path(tilewise.__file__).parent), "--steps", "4", "--length", "512"]
 
 
 def tilewise_command(*arguments: str):

@@ -20,26 +20,36 @@ class Tile(NamedTuple):
 # Rows per program of the kernels that only stream over rows.
 ROW_TILE = 64
 
-# (kernel, largest head dim it serves) -> tile, 2-byte elements. "large" is a GPU whose programs may use
-# 160 KB of shared memory or more (A100, H100, H200, B200), "small" any other (99 KB, or AMD's 64 KB).
-_LARGE: dict[tuple[str, int], Tile] = {
+# (kernel, largest head dim it serves) -> tile, for 2-byte elements, by the shared memory of a program.
+# 227 KB (Hopper, data-center Blackwell): measured on an H200, benchmarks/results/.
+_227_KB: dict[tuple[str, int], Tile] = {
     ("fa1_forward", 64): Tile(64, 64, 4, 2),
-    ("fa1_forward", 128): Tile(64, 64, 4, 2),
+    ("fa1_forward", 128): Tile(64, 64, 8, 2),
     ("fa1_forward", 256): Tile(64, 32, 8, 1),
-    ("fa1_backward", 64): Tile(64, 64, 4, 1),
+    ("fa1_backward", 64): Tile(64, 64, 8, 1),
     ("fa1_backward", 128): Tile(64, 64, 8, 1),
     ("fa1_backward", 256): Tile(32, 32, 8, 1),
+    ("fa2_forward", 64): Tile(128, 64, 4, 4),
+    ("fa2_forward", 128): Tile(128, 128, 8, 3),
+    ("fa2_forward", 256): Tile(128, 32, 8, 3),
+    ("fa2_backward", 64): Tile(64, 128, 8, 3),
+    ("fa2_backward", 128): Tile(64, 128, 8, 3),
+    ("fa2_backward", 256): Tile(64, 64, 8, 1),
+    ("fa2_dq", 64): Tile(128, 64, 8, 3),
+    ("fa2_dq", 128): Tile(128, 64, 8, 3),
+    ("fa2_dq", 256): Tile(128, 64, 8, 1),
+}
+# 163 KB (A100): the same with shorter pipelines; not measured.
+_163_KB = _227_KB | {
     ("fa2_forward", 64): Tile(128, 64, 4, 3),
     ("fa2_forward", 128): Tile(128, 64, 8, 3),
-    ("fa2_forward", 256): Tile(128, 64, 8, 2),
+    ("fa2_forward", 256): Tile(128, 32, 8, 2),
     ("fa2_backward", 64): Tile(64, 128, 8, 2),
     ("fa2_backward", 128): Tile(64, 128, 8, 2),
-    ("fa2_backward", 256): Tile(32, 64, 8, 1),
-    ("fa2_dq", 64): Tile(128, 64, 8, 2),
-    ("fa2_dq", 128): Tile(128, 64, 8, 2),
-    ("fa2_dq", 256): Tile(64, 32, 8, 1),
+    ("fa2_dq", 256): Tile(64, 64, 8, 1),
 }
-_SMALL: dict[tuple[str, int], Tile] = {
+# Any other GPU (99 KB, or AMD's 64 KB): not measured.
+_64_KB: dict[tuple[str, int], Tile] = {
     ("fa1_forward", 64): Tile(64, 32, 4, 1),
     ("fa1_forward", 128): Tile(32, 32, 4, 1),
     ("fa1_forward", 256): Tile(16, 16, 4, 1),
@@ -56,6 +66,7 @@ _SMALL: dict[tuple[str, int], Tile] = {
     ("fa2_dq", 128): Tile(32, 32, 4, 1),
     ("fa2_dq", 256): Tile(16, 16, 4, 1),
 }
+_TABLES = ((227, _227_KB), (163, _163_KB), (0, _64_KB))
 # IEEE fp32 has no tensor cores: small tiles, whose operands the multiply-add units take from registers.
 _FP32: dict[tuple[str, int], Tile] = {
     (kernel, dim): Tile(32, 32 if dim < 256 else 16, 4, 1)
@@ -75,7 +86,9 @@ def triton_tile(kernel: str, device: torch.device, head_dim: int, itemsize: int)
 
 def tile_for(kernel: str, shared_memory: int, head_dim: int, itemsize: int) -> Tile:
     """``triton_tile`` for a GPU whose programs may use ``shared_memory`` bytes."""
-    table = _FP32 if itemsize > 2 else _LARGE if shared_memory >= 160 * 1024 else _SMALL
+    table = next(table for least, table in _TABLES if shared_memory >= least * 1024)
+    if itemsize > 2:
+        table = _FP32
     return next(table[kernel, dim] for dim in (64, 128, 256) if head_dim <= dim)
 
 

@@ -12,7 +12,8 @@ def main() -> None:
     try:
         from tilewise.cli.app import app
     except ModuleNotFoundError as error:
-        if error.name not in _EXTRA:
+        package = (error.name or "").partition(".")[0]
+        if package not in _EXTRA:
             raise
-        sys.exit(f"tilewise: {error.name} is missing; install it with: pip install 'tilewise[cli]'")
+        sys.exit(f"tilewise: {package} is missing; install it with: pip install 'tilewise[cli]'")
     app()

@@ -118,10 +118,11 @@ def _long_sequence(run: LongSequence) -> str:
     if run.score_bytes != run.score_bytes_fp16:
         scores += f", {_size(run.score_bytes)} in {run.dtype}"
     used = "unknown on this system" if run.extra_bytes is None else _size(run.extra_bytes)
+    results = _size(run.result_bytes)
     return (
         f"[bold]{run.length:,} tokens[/], one head of {run.dim}, causal, {run.dtype}, {run.kernels}\n"
         f"  the score matrix alone would take {scores}\n"
-        f"  really used, forward and backward: [bold]{used}[/]\n"
+        f"  really used, forward and backward: [bold]{used}[/], of which results {results}\n"
         f"  forward {run.forward_seconds:.3g} s, backward {run.backward_seconds:.3g} s\n"
         f"  error on {run.sampled_rows} rows against fp64: output {run.output_error:.1e}, "
         f"gradient of q {run.dq_error:.1e}\n"

@@ -31,10 +31,16 @@ class Corpus:
     source: str
     files: int
 
-    def split(self, held_out: float = 0.05) -> tuple[torch.Tensor, torch.Tensor]:
-        """The text to train on and, from its end, the share that no training step sees."""
-        cut = int(len(self.data) * (1 - held_out))
-        return self.data[:cut], self.data[cut:]
+    def split(self, window: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The text to train on and, from its end, the twentieth that no training step sees.
+
+        Raises TextError if there is not at least one window (in bytes) in each.
+        """
+        held_out = len(self.data) // 20
+        if held_out < window:
+            needed = f"{len(self.data):,} bytes, and training needs {20 * window:,}"
+            raise TextError(f"{self.source} is too short: {needed}")
+        return self.data[:-held_out], self.data[-held_out:]
 
 
 def standard_library() -> Corpus:

@@ -31,8 +31,9 @@ class LongSequence:
     """What was measured. Bytes and seconds; errors are relative, in the Frobenius norm, against fp64.
 
     score_bytes: what the length x length scores alone would take, in `dtype`.
-    extra_bytes: peak during forward and backward above the inputs; holds the output and the
-        gradients of q, k and v too. None where the system cannot tell.
+    result_bytes: the output and the gradients of q, k and v.
+    extra_bytes: peak during forward and backward above the inputs, results included. None where the
+        system cannot tell.
     """
 
     length: int
@@ -42,6 +43,7 @@ class LongSequence:
     kernels: str
     score_bytes: int
     score_bytes_fp16: int
+    result_bytes: int
     extra_bytes: int | None
     forward_seconds: float
     backward_seconds: float
@@ -91,6 +93,7 @@ def measure(length: int, device: torch.device) -> LongSequence:
         kernels=chosen_kernels(q, k, v),
         score_bytes=length * length * dtype.itemsize,
         score_bytes_fp16=length * length * torch.float16.itemsize,
+        result_bytes=4 * q.nbytes,
         extra_bytes=memory.extra_bytes,
         forward_seconds=middle - start,
         backward_seconds=end - middle,

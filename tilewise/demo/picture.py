@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tilewise.demo.report import CURVES_COINCIDE, Report, differences
+from tilewise.demo.report import ALL_LOSSES_COINCIDE, Report, differences
 
 
 def draw(report: Report, path: Path) -> bool:
@@ -16,7 +16,7 @@ def draw(report: Report, path: Path) -> bool:
         return False
 
     tiled, materialised = report.curves
-    limit = next(check.limit for check in report.checks if check.claim == CURVES_COINCIDE)
+    limit = next(check.limit for check in report.checks if check.claim == ALL_LOSSES_COINCIDE)
     figure = Figure(figsize=(8, 6), layout="constrained")
     FigureCanvasAgg(figure)  # draws without a screen
     losses, apart = figure.subplots(2, 1, sharex=True, height_ratios=[2, 1])

@@ -11,7 +11,7 @@ from tilewise.demo.longseq import LongSequence
 from tilewise.demo.train import Plan
 
 #: The check that the picture draws the limit of.
-CURVES_COINCIDE = "loss curves coincide"
+ALL_LOSSES_COINCIDE = "all losses coincide"
 
 
 @dataclass(frozen=True)

@@ -2,21 +2,35 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
 from tilewise import dispatch, doctor
 from tilewise.demo import longseq, model
 from tilewise.demo.corpus import Corpus
-from tilewise.demo.report import CURVES_COINCIDE, Check, Curve, Report, differences
+from tilewise.demo.report import ALL_LOSSES_COINCIDE, Check, Curve, Report, differences
 from tilewise.demo.train import Plan, Trained, train
 
 _PROMPT = b"def "
 _SAMPLE_BYTES = 400
 
-# TODO
-_CURVE_LIMITS = {torch.float32: 1e-2, torch.bfloat16: 5e-2}
+
+class _CurveLimits(NamedTuple):
+    """How far two losses may be apart, in nats: in the first steps, and in any."""
+
+    early: float
+    all: float
+
+
+# Training amplifies rounding. Two materialised attentions that differ in nothing but the order of
+# operations start one unit in the last place apart (5e-7) and drift to 2e-3 within 600 steps, where
+# it levels off. A wrong kernel shows at once, so the first steps are held to a sharper limit.
+_EARLY = 10
+_CURVE_LIMITS = {
+    torch.float32: _CurveLimits(early=1e-5, all=1e-2),
+    torch.bfloat16: _CurveLimits(early=1e-2, all=5e-2),
+}
 
 # Relative Frobenius errors: what rounding explains in each type, and no more.
 _ERROR_LIMITS = {"float32": 1e-5, "float16": 8e-4, "bfloat16": 5e-3}
@@ -64,7 +78,7 @@ def demonstrate(
     length: of the long sequence, in tokens.
     Raises TextError if the text is too short to train on, RuntimeError if the long sequence dies.
     """
-    text = corpus.split()
+    text = corpus.split(plan.window)
     runs = []
     for name, attention in (("Tilewise", model.tiled), ("materialised", model.materialised)):
         watcher.begin(f"train, {name} attention", plan.steps)
@@ -91,17 +105,18 @@ def demonstrate(
 
 
 def _checks(curves: tuple[Curve, Curve], dtype: torch.dtype, long: longseq.LongSequence) -> list[Check]:
-    losses = curves[0].losses
+    losses, apart, limits = curves[0].losses, differences(curves), _CURVE_LIMITS[dtype]
     error_limit = _ERROR_LIMITS[long.dtype]
     checks = [
-        Check(CURVES_COINCIDE, max(differences(curves)), _CURVE_LIMITS[dtype]),
+        Check(f"the first {_EARLY} losses coincide", max(apart[:_EARLY]), limits.early),
+        Check(ALL_LOSSES_COINCIDE, max(apart), limits.all),
         Check("the loss falls", losses[-1], losses[0]),
         Check("long sequence: output against fp64", long.output_error, error_limit),
         Check("long sequence: gradient of q against fp64", long.dq_error, error_limit),
     ]
     if long.extra_bytes is not None:
-        # Linear memory: the output, three gradients and the work space of a few tiles.
-        limit = long.score_bytes_fp16 / 16
+        # Twice the results, which grow with the length, and the work space of tiles, which does not.
+        limit = 2 * long.result_bytes + 64 * 2**20
         checks.append(Check("long sequence: bytes of memory", long.extra_bytes, limit))
     return checks
 

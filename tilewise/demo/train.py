@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tilewise.demo.corpus import TextError
 from tilewise.demo.model import Attention, ByteGPT, Shape
 
 
@@ -24,6 +23,11 @@ class Plan:
     rate: float
     seed: int
     dtype: torch.dtype  # of the arithmetic; parameters are always fp32
+
+    @property
+    def window(self) -> int:
+        """Bytes of text in one training sequence: the context and the byte to predict at its end."""
+        return self.shape.context + 1
 
     @staticmethod
     def for_device(device: torch.device) -> Plan:
@@ -54,16 +58,9 @@ def train(
 ) -> Trained:
     """Trains one model from `plan.seed`.
 
-    text: the part to train on and the part held out, uint8 of shape (bytes,) each.
+    text: the part to train on and the part held out, uint8, at least `plan.window` bytes each.
     on_step: told the loss after each step.
-    Raises TextError if either part is shorter than one sequence and its next byte.
     """
-    for part in text:
-        if len(part) <= plan.shape.context:
-            raise TextError(
-                f"the text is too short: training needs {plan.shape.context + 1} bytes in each "
-                f"part, and one part has {len(part)}"
-            )
     training, held_out = text
     torch.manual_seed(plan.seed)
     model = ByteGPT(plan.shape, attention).to(device)
@@ -100,9 +97,8 @@ def _warm_up_then_decay(step: int, steps: int) -> float:
 
 def _draw(text: Tensor, plan: Plan, generator: torch.Generator) -> Tensor:
     """A batch of windows into the text and the byte after each: int64 (batch, context + 1)."""
-    window = plan.shape.context + 1
-    starts = torch.randint(len(text) - window + 1, (plan.batch, 1), generator=generator)
-    return text[starts + torch.arange(window)].long()
+    starts = torch.randint(len(text) - plan.window + 1, (plan.batch, 1), generator=generator)
+    return text[starts + torch.arange(plan.window)].long()
 
 
 def _loss(model: ByteGPT, windows: Tensor, plan: Plan, device: torch.device) -> Tensor:

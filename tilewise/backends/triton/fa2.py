@@ -18,8 +18,9 @@ from tilewise.backends.triton.launch import launch
 from tilewise.backends.triton.tile import (
     dot,
     finite,
+    has_tiles,
     key_span,
-    key_tiles,
+    key_tile_runs,
     load_rows,
     load_tile,
     logits,
@@ -84,10 +85,9 @@ def forward_kernel(
     total = tl.zeros([TILE_Q], tl.float32)
     acc = tl.zeros([TILE_Q, BLOCK_DV], tl.float32)
     low, high = key_span(seqlen_q, seqlen_k, left, right)
-    bounds = key_tiles(q_start, q_start + TILE_Q, seqlen_q, seqlen_k, left, right, TILE_K)
-    # Three runs of tiles: crossed by the band's left edge, seen whole, crossed by its right edge.
+    bounds = key_tile_runs(q_start, q_start + TILE_Q, seqlen_q, seqlen_k, left, right, TILE_K, IEEE)
     for run in tl.static_range(3):
-        if run > 0 or left is not None:
+        if has_tiles(run, left, IEEE):
             for tile in range(bounds[run], bounds[run + 1]):
                 k_start = tile * TILE_K
                 k = load_tile(k_base, k_strides[1], k_start, low, high, TILE_K, BLOCK_D, D, run != 1)
@@ -169,7 +169,7 @@ def backward_kernel(
     dv = tl.zeros([TILE_K, BLOCK_DV], tl.float32)
     # The queries that see a key tile: the same band with the roles swapped.
     low, high = key_span(seqlen_k, seqlen_q, right, left)
-    bounds = key_tiles(k_start, k_start + TILE_K, seqlen_k, seqlen_q, right, left, TILE_Q)
+    bounds = key_tile_runs(k_start, k_start + TILE_K, seqlen_k, seqlen_q, right, left, TILE_Q, IEEE)
     for member in range(group):
         head = kv_head * group + member
         q_base = matrix(q_ptr, q_strides, b, start_q, head)
@@ -177,7 +177,7 @@ def backward_kernel(
         lse_base = matrix(lse_ptr, lse_strides, b, start_q, head)
         delta_base = matrix(delta_ptr, delta_strides, b, start_q, head)
         for run in tl.static_range(3):
-            if run > 0 or right is not None:
+            if has_tiles(run, right, IEEE):
                 for tile in range(bounds[run], bounds[run + 1]):
                     q_start = tile * TILE_Q
                     q = load_tile(q_base, q_strides[1], q_start, low, high, TILE_Q, BLOCK_D, D, run != 1)
@@ -266,9 +266,9 @@ def dq_kernel(
 
     dq = tl.zeros([TILE_Q, BLOCK_D], tl.float32)
     low, high = key_span(seqlen_q, seqlen_k, left, right)
-    bounds = key_tiles(q_start, q_start + TILE_Q, seqlen_q, seqlen_k, left, right, TILE_K)
+    bounds = key_tile_runs(q_start, q_start + TILE_Q, seqlen_q, seqlen_k, left, right, TILE_K, IEEE)
     for run in tl.static_range(3):
-        if run > 0 or left is not None:
+        if has_tiles(run, left, IEEE):
             for tile in range(bounds[run], bounds[run + 1]):
                 k_start = tile * TILE_K
                 k = load_tile(k_base, k_strides[1], k_start, low, high, TILE_K, BLOCK_D, D, run != 1)

@@ -27,6 +27,25 @@ visible = device_function(mask.visible)
 
 
 @triton.jit
+def key_tile_runs(q_start, q_stop, seqlen_q, seqlen_k, left, right, tile, ONE_RUN: tl.constexpr):
+    """Bounds of three runs of tiles: crossed by the band's left edge, seen whole, crossed by its right
+    edge. ONE_RUN makes them all the last, masked one: a third of the code, for kernels in which a mask
+    is cheap beside the products."""
+    first, full_first, full_stop, stop = key_tiles(
+        q_start, q_stop, seqlen_q, seqlen_k, left, right, tile
+    )
+    if ONE_RUN:
+        return first, first, first, stop
+    return first, full_first, full_stop, stop
+
+
+@triton.constexpr_function
+def has_tiles(run, left, one_run):
+    """Whether run 0, 1 or 2 can hold any tile: if not, its code is left out."""
+    return run == 2 or (not one_run and (run == 1 or left is not None))
+
+
+@triton.jit
 def sequence_rows(b, cu_seqlens, seqused, seqlen):
     """First row and number of rows of sequence ``b``; dense batches start at row 0."""
     start = 0

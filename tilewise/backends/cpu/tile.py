@@ -1,0 +1,319 @@
+"""What FlashAttention 1 and 2 share on a CPU: how a problem is cut into tiles, and what one tile is.
+
+A ``Part`` is one sequence and a few of its key/value heads: the batch dimension of every matrix
+product, so that each thread works on a head of its own, as each program of a GPU's grid would. The
+query heads of a group are rows of the same product (row ``i * G + g`` is query i of the group's head
+g), so that keys and values are never expanded.
+
+Shapes below: H key/value heads of the part, G query heads to each, R queries and C keys of a tile.
+Everything is computed in fp32 (fp64 for fp64 inputs), to which tiles are converted as they are loaded.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from tilewise import mask, philox
+from tilewise.ops import Gradients
+from tilewise.spec import AttentionSpec, Inputs, Sequence, sequences
+
+# One head's score tile has up to ROWS x KEYS elements: 512 KiB in fp32, half the second-level cache
+# of a core, and large enough that the matrix product outweighs the calls around it.
+ROWS = 256  # of the product: queries times the heads of a group
+KEYS = 512
+
+_LOG2_E = math.log2(math.e)
+
+
+def exp_(x: Tensor) -> Tensor:
+    """e ** x in place. Through exp2, which PyTorch runs several times faster on a CPU than exp."""
+    return x.mul_(_LOG2_E).exp2_()
+
+
+def compute_dtype(spec: AttentionSpec) -> torch.dtype:
+    return torch.float64 if spec.dtype == torch.float64 else torch.float32
+
+
+def parts(spec: AttentionSpec, x: Inputs) -> Iterator[Part]:
+    """The problem as independent parts, in each as many heads as give every thread one full tile."""
+    work = Workspace(compute_dtype(spec))
+    for seq in sequences(spec, x):
+        tile = min(seq.length_q * spec.group, ROWS) * min(seq.length_k, KEYS)
+        step = min(max(torch.get_num_threads() * ROWS * KEYS // max(tile, 1), 1), spec.heads_kv)
+        for head in range(0, spec.heads_kv, step):
+            yield Part(spec, x, seq, range(head, min(head + step, spec.heads_kv)), work)
+
+
+class Workspace:
+    """Memory for score tiles, used again and again: fresh pages cost more than the arithmetic."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self.buffers: dict[str, Tensor] = {}
+
+    def take(self, name: str, *shape: int) -> Tensor:
+        """An uninitialised contiguous tensor; the same memory for the same name."""
+        size = math.prod(shape)
+        if name not in self.buffers or self.buffers[name].numel() < size:
+            self.buffers[name] = torch.empty(size, dtype=self.dtype)
+        return self.buffers[name][:size].view(shape)
+
+
+class Part:
+    """One sequence, some heads. Tiles are ranges of positions: ``i`` of queries, ``j`` of keys."""
+
+    def __init__(
+        self, spec: AttentionSpec, x: Inputs, seq: Sequence, heads: range, work: Workspace
+    ) -> None:
+        self.spec, self.x, self.seq, self.heads, self.work = spec, x, seq, heads, work
+        self.group = spec.group
+        self.heads_q = range(heads.start * spec.group, heads.stop * spec.group)
+        self.dtype = work.dtype
+        self.all_queries = range(seq.length_q)
+
+    # Which tiles there are
+
+    def query_blocks(self) -> Iterator[range]:
+        """All queries in tiles that lie either inside the span of those that see a key or outside."""
+        left, right = self.spec.window
+        span = mask.key_span(self.seq.length_k, self.seq.length_q, right, left)
+        return _blocks(self.seq.length_q, span, max(ROWS // self.group, 1))
+
+    def key_blocks(self) -> Iterator[range]:
+        """All keys in tiles that lie either inside the span of those that are seen or outside."""
+        span = mask.key_span(self.seq.length_q, self.seq.length_k, *self.spec.window)
+        return _blocks(self.seq.length_k, span, KEYS)
+
+    def key_tiles(self, i: range) -> Iterator[tuple[range, bool]]:
+        """The keys that queries ``i`` see, in tiles; with each, whether it needs an element mask."""
+        sq, sk = self.seq.length_q, self.seq.length_k
+        return _cut(mask.key_tiles(i.start, i.stop, sq, sk, *self.spec.window, 1), KEYS)
+
+    def query_tiles(self, j: range) -> Iterator[tuple[range, bool]]:
+        """The queries that see keys ``j``, in tiles; with each, whether it needs an element mask."""
+        sq, sk, (left, right) = self.seq.length_q, self.seq.length_k, self.spec.window
+        bounds = mask.key_tiles(j.start, j.stop, sk, sq, right, left, 1)
+        return _cut(bounds, max(ROWS // self.group, 1))
+
+    # Loads and stores
+
+    def queries(self, t: Tensor, i: range) -> Tensor:
+        """Load a tile of q, out or dout: (H, R G, D)."""
+        return self._queries(t, i).reshape(len(self.heads), len(i) * self.group, -1).to(self.dtype)
+
+    def keys(self, t: Tensor, j: range) -> Tensor:
+        """Load a tile of k or v: (H, C, D)."""
+        return self._keys(t, j).to(self.dtype)
+
+    def rows(self, t: Tensor, i: range) -> Tensor:
+        """Load a statistic of each row, lse for one: (H, R G, 1)."""
+        return self._rows(t, i).reshape(len(self.heads), len(i) * self.group, 1).to(self.dtype)
+
+    def store_queries(self, t: Tensor, i: range, tile: Tensor) -> None:
+        target = self._queries(t, i)
+        target.copy_(tile.view(target.shape))
+
+    def store_keys(self, t: Tensor, j: range, tile: Tensor) -> None:
+        self._keys(t, j).copy_(tile)
+
+    def store_rows(self, t: Tensor, i: range, tile: Tensor) -> None:
+        target = self._rows(t, i)
+        target.copy_(tile.view(target.shape))
+
+    def packed(self, i: range) -> slice:
+        """Where the rows of queries ``i`` lie in a tensor of all rows of the part, (H, Sq G, ...)."""
+        return slice(i.start * self.group, i.stop * self.group)
+
+    def zeros(self, rows: int, width: int) -> Tensor:
+        return torch.zeros(len(self.heads), rows, width, dtype=self.dtype)
+
+    def _queries(self, t: Tensor, i: range) -> Tensor:  # (H, R, G, D)
+        tile = self.seq.queries(t)[i.start : i.stop, self.heads_q.start : self.heads_q.stop]
+        return tile.unflatten(1, (len(self.heads), self.group)).transpose(0, 1)
+
+    def _keys(self, t: Tensor, j: range) -> Tensor:  # (H, C, D)
+        tile = self.seq.keys(t)[j.start : j.stop, self.heads.start : self.heads.stop]
+        return tile.transpose(0, 1)
+
+    def _rows(self, t: Tensor, i: range) -> Tensor:  # (H, R, G)
+        tile = self.seq.rows(t)[self.heads_q.start : self.heads_q.stop, i.start : i.stop]
+        return tile.unflatten(0, (len(self.heads), self.group)).transpose(1, 2)
+
+    # One tile of scores
+
+    def scaled(self, q: Tensor) -> Tensor:
+        """The factor of the scores goes into the queries, once per load."""
+        return q * self.factor
+
+    @property
+    def factor(self) -> float:
+        return self.spec.scale / (self.spec.softcap or 1.0)
+
+    def start(self, i: range) -> tuple[Tensor, Tensor]:
+        """(m, l) of the online softmax before the first key, each (H, R G, 1): the sink, if any.
+
+        The least finite number stands in for m = -inf: exp(s - m) is then 0 for s = -inf, not NaN.
+        """
+        sink = self.sink_logits(i)
+        m = sink.clamp_min(torch.finfo(self.dtype).min)
+        return m, exp_(sink - m)
+
+    def sink_logits(self, i: range) -> Tensor:
+        """The logit of the sink in each row, -inf without one: (H, R G, 1)."""
+        shape = (len(self.heads), len(i) * self.group, 1)
+        if self.x.sink is None:
+            return torch.full(shape, -math.inf, dtype=self.dtype)
+        sink = self.x.sink[self.heads_q.start : self.heads_q.stop].to(self.dtype)
+        return sink.view(-1, 1, self.group).expand(-1, len(i), -1).reshape(shape)
+
+    def scores(
+        self, q: Tensor, k: Tensor, i: range, j: range, masked: bool, slope: Tensor | None = None
+    ) -> Tensor:
+        """The logits of a tile, (H, R G, C), -inf where a query does not see a key.
+
+        q: from ``scaled``. slope: where to write the softcap's derivative by the product, from
+            ``new_slope``. The result is workspace: it lasts until the next call.
+        """
+        s = torch.bmm(q, k.mT, out=self.work.take("scores", len(self.heads), q.shape[1], len(j)))
+        if self.spec.softcap is not None:
+            s.tanh_()
+            if slope is not None:
+                torch.mul(s, s, out=slope).neg_().add_(1).mul_(self.spec.softcap)
+            s.mul_(self.spec.softcap)
+        s4 = self._unpacked(s)
+        if self.x.bias is not None:
+            s4.add_(self.bias_tile(self.x.bias, i, j))
+        if self.x.alibi_slopes is not None:
+            s4.addcmul_(self._slopes(), self._distance(i, j), value=-1)
+        if masked:
+            s4.masked_fill_(~self._visible(i, j), -math.inf)
+        return s
+
+    def _unpacked(self, tile: Tensor) -> Tensor:
+        """(H, R G, C) as (H, R, G, C)."""
+        return tile.unflatten(1, (-1, self.group))
+
+    def _slopes(self) -> Tensor:
+        slopes = self.x.alibi_slopes
+        assert slopes is not None
+        slopes = slopes if slopes.dim() == 1 else slopes[self.seq.number]
+        slopes = slopes[self.heads_q.start : self.heads_q.stop].to(self.dtype)
+        return slopes.view(len(self.heads), 1, self.group, 1)
+
+    def _distance(self, i: range, j: range) -> Tensor:
+        """How far each key is from its query's place on the diagonal: (R, 1, C)."""
+        rows = torch.arange(i.start, i.stop, dtype=self.dtype).view(-1, 1, 1)
+        offset = self.seq.length_k - self.seq.length_q
+        return (rows + offset - torch.arange(j.start, j.stop, dtype=self.dtype)).abs_()
+
+    def _visible(self, i: range, j: range) -> Tensor:
+        """(R, 1, C)."""
+        rows = torch.arange(i.start, i.stop, dtype=torch.int32).view(-1, 1, 1)
+        columns = torch.arange(j.start, j.stop, dtype=torch.int32)
+        return mask.visible(rows, columns, self.seq.length_q, self.seq.length_k, *self.spec.window)
+
+    def bias_tile(self, t: Tensor, i: range, j: range) -> Tensor:
+        """The view of a tensor shaped like the bias that broadcasts over (H, R, G, C)."""
+        t = t[self.seq.number if t.shape[0] > 1 else 0]
+        if t.shape[0] > 1:
+            t = t[self.heads_q.start : self.heads_q.stop]
+            t = t.unflatten(0, (len(self.heads), self.group))
+        else:
+            t = t.unsqueeze(0)
+        t = t if t.shape[2] == 1 else t[:, :, i.start : i.stop]
+        t = t if t.shape[3] == 1 else t[:, :, :, j.start : j.stop]
+        return t.transpose(1, 2)
+
+    # Dropout
+
+    def kept(self, i: range, j: range) -> Tensor | None:
+        """Which weights of a tile dropout keeps, bool (H, R, G, C); None without dropout."""
+        if self.spec.dropout_p == 0:
+            return None
+        assert self.x.dropout_key is not None
+        keep = philox.keep_mask(
+            self.x.dropout_key, self.seq.number, self.heads_q, i, j, self.spec.dropout_p
+        )
+        return keep.unflatten(0, (len(self.heads), self.group)).transpose(1, 2)
+
+    def dropped(self, p: Tensor, keep: Tensor | None) -> Tensor:
+        """A tile of weights, or of their gradients, after dropout; p itself stays as it is."""
+        if keep is None:
+            return p
+        p = torch.mul(p, philox.keep_scale(self.spec.dropout_p), out=self.work.take("dropped", *p.shape))
+        self._unpacked(p).mul_(keep)
+        return p
+
+    # Gradients
+
+    def delta(self, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, i: range) -> Tensor:
+        """rowsum(dO * O), less the gradient of the log-sum-exp: (H, R G, 1).
+
+        Both reach a score s with weight p: ds = p (dp - rowsum(dO * O)) + p dlse.
+        """
+        delta = (self.queries(dout, i) * self.queries(out, i)).sum(dim=-1, keepdim=True)
+        if dlse is None:
+            return delta
+        # A row that saw nothing has the constant -inf for its log-sum-exp.
+        return (delta - self.rows(dlse, i)).masked_fill_(self.rows(lse, i) == -math.inf, 0)
+
+    def new_slope(self, rows: int, columns: int) -> Tensor | None:
+        if self.spec.softcap is None:
+            return None
+        return self.work.take("slope", len(self.heads), rows, columns)
+
+    def weight_gradient(self, do: Tensor, v: Tensor, keep: Tensor | None) -> Tensor:
+        """dP = dO V^T where dropout kept the weight, else 0: (H, R G, C), workspace."""
+        shape = len(self.heads), do.shape[1], v.shape[1]
+        return self.dropped(torch.bmm(do, v.mT, out=self.work.take("gradient", *shape)), keep)
+
+
+class Sums:
+    """The gradients of bias and sink, to which many tiles add, in the precision of the computation."""
+
+    def __init__(self, spec: AttentionSpec, grads: Gradients) -> None:
+        self.grads = grads
+        self.bias, self.sink = (
+            None if t is None else torch.zeros_like(t, dtype=compute_dtype(spec))
+            for t in (grads.bias, grads.sink)
+        )
+        full = (spec.batch, spec.heads_q, spec.max_seqlen_q, spec.max_seqlen_k)
+        if grads.bias is not None and grads.bias.shape == full:
+            self.bias = grads.bias  # one tile to each element: no second tensor of that size
+
+    def add_bias(self, part: Part, ds: Tensor, i: range, j: range) -> None:
+        """ds: (H, R G, C), the gradient of a tile of scores."""
+        if self.bias is not None:
+            target = part.bias_tile(self.bias, i, j)
+            target += ds.unflatten(1, (-1, part.group)).sum_to_size(target.shape)
+
+    def add_sink(self, part: Part, weight: Tensor, delta: Tensor) -> None:
+        """weight: the sink's share of each row, (H, R G, 1): it has no value, so its dp is 0."""
+        if self.sink is not None:
+            by_row = (weight * -delta).unflatten(1, (-1, part.group))
+            self.sink[part.heads_q.start : part.heads_q.stop] += by_row.sum(dim=1).flatten()
+
+    def finish(self) -> None:
+        for total, target in ((self.bias, self.grads.bias), (self.sink, self.grads.sink)):
+            if target is not None and total is not target:
+                assert total is not None
+                target.copy_(total)
+
+
+def _blocks(length: int, span: tuple[int, int], size: int) -> Iterator[range]:
+    low = min(span[0], length)
+    high = max(min(span[1], length), low)
+    for start, stop in ((0, low), (low, high), (high, length)):
+        for first in range(start, stop, size):
+            yield range(first, min(first + size, stop))
+
+
+def _cut(bounds: tuple[int, int, int, int], size: int) -> Iterator[tuple[range, bool]]:
+    low, full_low, full_high, high = bounds
+    for first in range(low, high, size):
+        tile = range(first, min(first + size, high))
+        yield tile, tile.start < full_low or tile.stop > full_high
