@@ -33,10 +33,10 @@ lint: $(READY)
 	$(BIN)/mypy
 
 compile: $(READY)
-	$(BIN)/python scripts/compile_offline.py
+	PYTHON=$(BIN)/python bash scripts/compile_offline.sh
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis tilewise-demo
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .triton-* tilewise-demo
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Without an NVIDIA GPU the release is named, so that pip takes a CPU build of it where one lies on

@@ -2,23 +2,24 @@
 
 For every result x (out, lse and each gradient), against the reference in fp64:
 
-1. max|x - ref| <= 2 max|plain - ref| + 2 ulp. ``plain`` is the same mathematics by plain PyTorch in the
-   input dtype: a kernel may be twice as wrong as that. With softcap 3 times (its slope is a difference
-   of nearly equal numbers), and 3e-4 more for gradients.
-2. Beside it, since a ratio passes when both are bad: ||x - ref|| <= tolerance * ||ref|| (Frobenius), with
-   5e-3 for bf16, 8e-4 for fp16, 1e-5 for fp32.
-3. Exactly: lse is -inf where the reference says so and nothing else is NaN or infinite; where every term
-   of a sum is zero (rows without keys, keys without queries, rows of no sequence), so is the result.
+1. max|x - ref| <= 2 max|plain - ref| + 2 ulp. ``plain`` is the same mathematics by plain PyTorch in
+   the input dtype: a kernel may be twice as wrong as that. With softcap 3 times (its slope is a
+   difference of nearly equal numbers), and 3e-4 more for gradients.
+2. Beside it, since a ratio passes when both are bad: ||x - ref|| <= tolerance * ||ref|| (Frobenius),
+   with 5e-3 for bf16, 8e-4 for fp16, 1e-5 for fp32.
+3. Exactly: lse is -inf where the reference says so, and nothing else is NaN or infinite; where every
+   term of a sum is zero (rows without keys, keys without queries, rows of no sequence), so is the sum.
 
 What needs interpretation, and why each answer is no looser than rounding makes it:
 
-- *Relative to what.* With one key, P = 1 and dS = dP - delta is exactly 0, but delta is made from an output
-  that was rounded: any kernel's dq is noise around 0, and no number is small relative to 0. So the size
-  of a result is taken as the larger of ||ref|| and the norm of its ``terms``: for each element, the root
-  of the sum of squares of the products that are added up to it, which is what the sum would come to if
-  its signs were random. For random data the two agree within a small factor; where terms cancel, only
-  the second says what rounding one of them costs. A bug (a lost delta, a wrong sign) is as large as the
-  terms and is caught either way. Both rules use this size, rule 1 for its ulp.
+- *Relative to what.* With one key, P = 1 and dS = dP - delta is exactly 0, but delta is made from an
+  output that was rounded: any kernel's dq is noise around 0, and no number is small relative to 0. So
+  the size of a result is taken as the larger of ||ref|| and the norm of its ``terms``: for each
+  element, the root of the sum of squares of the products that are added up to it, which is what the
+  sum would come to if its signs were random. For random data the two agree within a small factor;
+  where terms cancel, only the second says what rounding one of them costs. A bug (a lost delta, a
+  wrong sign) is as large as the terms and is caught either way. Both rules use this size, rule 1 for
+  its ulp.
 - *Which ulp.* That of the coarser of the input dtype, in which the kernel holds P, dS and out, and the
   result's own, at the largest element.
 - *Tiny results.* The tolerances describe many independent roundings. With n elements the mean square
@@ -26,9 +27,9 @@ What needs interpretation, and why each answer is no looser than rounding makes 
 - *Large scores.* A score s is fp32 at best, off by |s| 2**-24 for any kernel, and exp turns that into a
   relative error of the weight. Both rules grant 2 |s| 2**-24 of the result's size, with |s| the largest
   that matters: 1e-6 in ordinary problems, less than bf16 can see even for |s| = 1000.
-- *Softcap.* Its slope 1 - tanh^2 is a difference of numbers near 1, off by 2**-22 for any kernel in fp32;
-  where it is so small that this is more than the tolerance, its terms count as if it were not.
-- *lse* is fp32 whatever the inputs (no step towards it is rounded to their dtype) and is held to fp32.
+- *Softcap.* Its slope 1 - tanh^2 is a difference of numbers near 1, off by 2**-22 for any kernel in
+  fp32; where it is so small that this is more than the tolerance, its terms count as if it were not.
+- *lse* is fp32 whatever the inputs (no step to it is rounded to their dtype) and is held to fp32.
 - *fp64* has no reference more exact than itself: rule 1 is void and the tolerance 1e-12.
 """
 
@@ -108,7 +109,7 @@ def compare(
         return None
     nowhere = ref == -math.inf
     if not torch.equal(x == -math.inf, nowhere):
-        return f"-inf at {_places((x == -math.inf) != nowhere)}, where it should not be, or not where it should"
+        return f"-inf or not, wrongly, at {_places((x == -math.inf) != nowhere)}"
     x, ref, plain, terms = (a.masked_fill(nowhere, 0) for a in (x, ref, plain, terms))
     if not x.isfinite().all():
         return f"not finite at {_places(~x.isfinite())}"
@@ -122,8 +123,9 @@ def compare(
     if dtype != torch.float64:
         bound = factor * float((plain - ref).abs().max()) + 2 * ulp(dtype, size) + extra
         bound += score_error * size
-        if float(error.abs().max()) > bound:
-            return f"max error {float(error.abs().max()):.3g} > {bound:.3g} at {_places(error.abs() > bound)}"
+        worst = float(error.abs().max())
+        if worst > bound:
+            return f"max error {worst:.3g} > {bound:.3g} at {_places(error.abs() > bound)}"
 
     n = x.numel()
     tolerance = TOLERANCE[dtype] * (1 + 2 / math.sqrt(n)) + score_error
@@ -151,8 +153,8 @@ def terms(t: Tensors, loss: str, want: Results) -> Results:
     """For every element of a result: the root of the sum of squares of the terms that are added to it.
 
     With P the weights, r a row's delta and dlse, g = dO V^T:  dS = P (g - r);  dV = P^T dO;
-    dQ = scale dS K;  dK = scale dS^T Q;  dbias = dS;  dsink = -P_sink r. One r serves a whole row, so its
-    error does not average out over the row's keys: where a row is summed, it enters as one term.
+    dQ = scale dS K;  dK = scale dS^T Q;  dbias = dS;  dsink = -P_sink r. One r serves a whole row, so
+    its error does not average out over the row's keys: where a row is summed, it enters as one term.
     """
     spec, x = t.spec, t.x
     found = {name: torch.zeros_like(value) for name, value in want.items()}
@@ -211,7 +213,7 @@ def terms(t: Tensors, loss: str, want: Results) -> Results:
 
 
 def _weights(t: Tensors) -> tuple[Tensor, Tensor]:
-    """P before and after dropout, (rows, Hq, longest Sk): the outputs for values that are unit vectors."""
+    """P before and after dropout, (rows, Hq, longest Sk): outputs for values that are unit vectors."""
     spec, x = t.spec, t.x
     n = spec.max_seqlen_k
     unit = x.v.new_zeros(*x.v.shape[:-1], n, dtype=torch.float64)

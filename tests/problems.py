@@ -1,9 +1,9 @@
 """Attention problems for the tests: what one is, how to draw one, its tensors, and its results.
 
 A ``Problem`` is a small frozen description, printed by a failing test and enough to repeat it. Its
-tensors follow from it alone (``tensors``), its results come from the reference (``reference``) or, through
-the public functions, from a kernel (``run``); ``check`` sets the two against each other with the rule of
-``accuracy``. ``draw`` makes random ones, for hypothesis and for ``random.Random`` alike.
+tensors follow from it alone (``tensors``), its results come from the reference (``reference_results``)
+or, through the public functions, from a kernel (``run``); ``check`` sets the two against each other with
+the rule of ``accuracy``. ``draw`` makes random ones, for hypothesis and ``random.Random`` alike.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ def test_an_honest_kernel_passes(block: int):
         problems.check(problems.random_problem(seed, features, SMALL))
 
 
-PLAIN = dict(lengths=((40, 50),) * 2, heads_kv=2, group=2, head_dim=32, head_dim_v=24, seed=3)
+PLAIN = {"lengths": ((40, 50),) * 2, "heads_kv": 2, "group": 2, "head_dim": 32, "head_dim_v": 24}
 LONG = PLAIN | {"lengths": ((190, 210),)}
 CAUSAL = PLAIN | {"causal": True}
 DROPOUT = PLAIN | {"dropout_p": 0.2}
@@ -83,7 +83,7 @@ def caught(bug: str, problem: Problem, monkeypatch) -> str:
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_bug_is_caught(bug: str, dtype: str, monkeypatch):
     said = caught(bug, Problem(**BUGS[bug], dtype=dtype), monkeypatch)
-    assert any(words in said for words in ("error", "not finite", "-inf at", "not exactly 0"))
+    assert any(words in said for words in ("error", "not finite", "wrongly, at", "not exactly 0"))
 
 
 @pytest.mark.parametrize(
@@ -114,8 +114,8 @@ def _compare(x, ref, plain=None, terms=None, dtype=torch.float32, **how):
 
 def test_infinities_must_be_in_the_same_places():
     assert _compare([-INF, 1.0], [-INF, 1.0]) is None
-    assert "-inf at [0]" in _compare([-1e38, 1.0], [-INF, 1.0])
-    assert "-inf at [1]" in _compare([-INF, -INF], [-INF, 1.0])
+    assert "at [0]" in _compare([-1e38, 1.0], [-INF, 1.0])
+    assert "wrongly, at [1]" in _compare([-INF, -INF], [-INF, 1.0])
     assert "not finite at [1]" in _compare([1.0, INF], [1.0, 1.0])
 
 

@@ -6,9 +6,9 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
+import tiny
 import torch
 from typer.testing import CliRunner
 
@@ -17,16 +17,24 @@ from tilewise import dispatch
 from tilewise.cli.app import app
 from tilewise.demo import run
 from tilewise.demo.report import Check
+from tilewise.demo.train import Plan
 
-TINY = ["--text", str(Path(tilewise.__file__).parent), "--steps", "4", "--length", "512"]
+TINY = ["--text", __file__, "--steps", "4", "--length", "512"]
 
 
 def tilewise_command(*arguments: str):
     return CliRunner().invoke(app, arguments, env={"COLUMNS": "120"})
 
 
+@pytest.fixture(scope="module", autouse=True)
+def tiny_plan():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Plan, "for_device", lambda device: tiny.PLAN)
+        yield
+
+
 @pytest.fixture(scope="module")
-def tiny_demo(tmp_path_factory):
+def tiny_demo(tiny_plan, tmp_path_factory):
     folder = tmp_path_factory.mktemp("demo") / "made" / "anew"
     return tilewise_command("demo", *TINY, "--out", str(folder)), folder
 
@@ -80,19 +88,25 @@ def test_unusable_text_is_one_line_and_exit_status_2(tmp_path, content):
     text = tmp_path / "text.txt"
     if content is not None:
         text.write_bytes(content)
+    result = tilewise_command("demo", "--text", str(text), "--out", str(tmp_path))
+    assert result.exit_code == 2
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("tilewise demo: ") and "text.txt" in line
+
+
+def test_an_error_is_no_traceback_for_a_person(tmp_path):
+    """As a person runs it: a process of its own."""
     command = [
         sys.executable,
         "-c",
         "from tilewise.cli import main; main()",
         "demo",
         "--text",
-        str(text),
+        "nowhere",
     ]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 2
-    (line,) = done.stderr.splitlines()
-    assert line.startswith("tilewise demo: ")
-    assert "Traceback" not in done.stdout
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "tilewise demo: cannot read nowhere: No such file or directory\n"
 
 
 def test_a_folder_that_cannot_be_made_is_one_line(tmp_path):

@@ -8,20 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiny import PLAN
 
 from tilewise.demo import corpus, longseq, memory, model, picture, run, train
 from tilewise.demo.corpus import Corpus, TextError
 from tilewise.demo.report import Check
 
 CPU = torch.device("cpu")
-PLAN = train.Plan(
-    model.Shape(layers=2, heads=2, width=32, context=48),
-    batch=4,
-    steps=25,
-    rate=3e-3,
-    seed=0,
-    dtype=torch.float32,
-)
 
 
 def a_text() -> Corpus:
@@ -141,7 +134,7 @@ def test_terminal_codes_in_a_sample_are_defused():
 
 @pytest.mark.parametrize("wrong", ["output", "gradient"])
 def test_a_wrong_kernel_is_noticed(monkeypatch, told, wrong):
-    """A tenth of a per cent too much output, or no gradient for the first key."""
+    """Output wrong by 1e-3, or no gradient for the first key."""
     report, _ = told
 
     def wrong_attention(q, k, v):

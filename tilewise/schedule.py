@@ -69,9 +69,21 @@ _64_KB: dict[tuple[str, int], Tile] = {
 _TABLES = ((227, _227_KB), (163, _163_KB), (0, _64_KB))
 # IEEE fp32 has no tensor cores: small tiles, whose operands the multiply-add units take from registers.
 _FP32: dict[tuple[str, int], Tile] = {
-    (kernel, dim): Tile(32, 32 if dim < 256 else 16, 4, 1)
-    for kernel in ("fa1_forward", "fa1_backward", "fa2_forward", "fa2_backward", "fa2_dq")
-    for dim in (64, 128, 256)
+    ("fa1_forward", 64): Tile(32, 16, 8, 1),
+    ("fa1_forward", 128): Tile(32, 16, 8, 1),
+    ("fa1_forward", 256): Tile(16, 16, 4, 1),
+    ("fa1_backward", 64): Tile(16, 16, 4, 1),
+    ("fa1_backward", 128): Tile(16, 16, 4, 1),
+    ("fa1_backward", 256): Tile(16, 16, 8, 1),
+    ("fa2_forward", 64): Tile(32, 32, 8, 1),
+    ("fa2_forward", 128): Tile(32, 16, 8, 1),
+    ("fa2_forward", 256): Tile(16, 16, 4, 1),
+    ("fa2_backward", 64): Tile(32, 32, 8, 1),
+    ("fa2_backward", 128): Tile(32, 16, 8, 1),
+    ("fa2_backward", 256): Tile(16, 16, 4, 1),
+    ("fa2_dq", 64): Tile(32, 32, 8, 1),
+    ("fa2_dq", 128): Tile(32, 16, 8, 1),
+    ("fa2_dq", 256): Tile(16, 16, 4, 1),
 }
 # Triton's interpreter: many tiles in a small problem, which is what it is used to test.
 _INTERPRETER = Tile(32, 16, 1, 1)

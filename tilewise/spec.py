@@ -102,7 +102,7 @@ class AttentionSpec:
             DTYPES[self.dtype]: True,
             "gqa": self.group > 1,
             "unequal_dims": self.head_dim != self.head_dim_v,
-            "causal": self.causal,
+            "causal": self.causal or self.window_right == 0,
             "window": self.window_left is not None or self.window_right not in (None, 0),
             "softcap": self.softcap is not None,
             "bias": self.bias,
@@ -214,9 +214,11 @@ def check_types(x: Inputs, options: dict[str, object]) -> None:
         types, allowed = _OPTION_TYPES[name]
         # bool is an int to Python, but a length or a scale that is True is a mistake.
         ok = isinstance(value, types) and (types is bool or not isinstance(value, bool))
-        _require_type(ok, name, f"{value!r} ({type(value).__name__})", allowed)
+        shown = _SHOWN.get(name, name)
+        _require_type(ok, shown, f"{value!r} ({type(value).__name__})", allowed)
 
 
+_SHOWN = {"window_left": "window[0]", "window_right": "window[1]"}  # what the caller calls them
 _INTEGER = ((int, torch.SymInt, type(None)), "an integer or None")
 _NUMBER = ((int, float, torch.SymInt, torch.SymFloat, type(None)), "a number or None")
 _OPTION_TYPES: dict[str, tuple[Any, str]] = {

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import accuracy
 import problems
 import pytest
 import torch
@@ -18,7 +19,7 @@ from edges import EDGES
 from hypothesis import given, settings
 from problems import Problem, Size
 
-from tilewise import attention, dispatch, spec
+from tilewise import attention, dispatch
 from tilewise.backends.cpu import tile
 
 CPU = torch.device("cpu")
@@ -70,7 +71,7 @@ def edge_cases() -> Iterator[Any]:
                     yield pytest.param(kernel, p, id=f"{name}-{kernel}-{dtype}")
 
 
-@pytest.mark.parametrize(("kernel", "problem"), edge_cases())
+@pytest.mark.parametrize(("kernel", "problem"), list(edge_cases()))
 def test_edge(kernel: str, problem: Problem):
     problems.check(problem, **how(kernel))
 
@@ -225,34 +226,36 @@ def test_what_has_no_effect_changes_no_bit(kernel: str, dtype: str):
 
 @pytest.mark.parametrize(("kernel", "dtype"), KERNEL_AND_DTYPE)
 def test_deterministic_is_bitwise_the_same_again(kernel: str, dtype: str):
-    p = Problem(((50, 61),), 2, 2, dtype=dtype, causal=True, deterministic=True)
+    p = Problem(((40, 41),), 1, 2, dtype=dtype, causal=True, deterministic=True)
     t = problems.tensors(p)
     first = problems.run(p, t, **how(kernel))
-    for _ in range(3):
+    for _ in range(2):
         assert_same(first, problems.run(p, t, **how(kernel)))
 
 
 @pytest.mark.parametrize(("kernel", "dtype"), KERNEL_AND_DTYPE)
 def test_a_sequence_does_not_depend_on_its_batch(kernel: str, dtype: str):
     """The same rows alone, beside others and packed: bitwise the same output and log-sum-exp."""
-    p = Problem(((33, 41),) * 3, 2, 2, dtype=dtype, causal=True)
+    p = Problem(((33, 41),) * 2, 1, 2, dtype=dtype, causal=True)
     t = problems.tensors(p)
     options = {"causal": True, "return_lse": True, **how(kernel)}
     out, lse = attention(t.x.q, t.x.k, t.x.v, **options)
-    for b in range(3):
+    for b in range(2):
         alone = attention(t.x.q[b : b + 1], t.x.k[b : b + 1], t.x.v[b : b + 1], **options)
         assert torch.equal(alone[0], out[b : b + 1]) and torch.equal(alone[1], lse[b : b + 1])
 
 
-@pytest.mark.parametrize(("kernel", "dtype"), KERNEL_AND_DTYPE)
-def test_equal_maxima_are_rounded_without_bias(kernel: str, dtype: str):
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_equal_maxima_are_rounded_without_bias(kernel: str):
     """When all scores of a row tie, every P is exp(0): a kernel that rounds them one way is off on
     average, not at random. The mean signed error stays within a quarter of an ulp."""
-    p = Problem(((64, 48),), 1, 2, 16, 16, dtype, equal_keys=True, seed=5)
+    dtype = "fp16" if kernel in INTERPRETED else "bf16"
+    p = Problem(((70, 70),), 2, 2, 16, 16, dtype, causal=True, equal_keys=True)
     t = problems.tensors(p)
+    t.x.v.abs_().neg_().sub_(1)  # of one sign, or a bias would cancel
     out = problems.run(p, t, **how(kernel))["out"].double()
     error = out - problems.reference_results(t, "both", torch.float64)["out"]
-    step = problems.accuracy.ulp(t.spec.dtype, float(out.abs().mean()))
+    step = accuracy.ulp(t.spec.dtype, float(out.abs().mean()))
     assert abs(float(error.mean())) <= step / 4
 
 
@@ -284,5 +287,3 @@ def test_nothing_of_size_sq_x_sk_is_allocated(kernel: str, monkeypatch):
     with Watch():
         problems.run(p, t, **how(kernel))
     assert 0 < biggest < 300 * 310 / 4
-
-

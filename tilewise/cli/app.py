@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 from rich.console import Console
@@ -61,20 +61,22 @@ def demo(
     """
     if more_text and not text:
         raise typer.BadParameter(f"unexpected {more_text[0]}; name a text with --text PATH")
+    try:  # before the work, not after it
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        _refuse(f"cannot write to {out}: {error.strerror}")
+
     device = run.best_device()
     plan = Plan.for_device(device)
     plan = replace(plan, steps=steps or plan.steps)
+    paths = [*(text or []), *(more_text or [])]
     try:
-        paths = [*(text or []), *(more_text or [])]
         read = corpus.from_paths(paths) if paths else corpus.standard_library()
-        out.mkdir(parents=True, exist_ok=True)
         demo_view.introduce(_screen, read, plan, device)
         with demo_view.Progress(_screen) as progress:
             report = run.demonstrate(read, plan, length, device, progress)
     except corpus.TextError as error:
         _refuse(str(error))
-    except OSError as error:
-        _refuse(f"cannot write to {out}: {error.strerror}")
 
     report.write(out)
     drawn = picture.draw(report, out / "curves.png")
@@ -99,6 +101,6 @@ def examine(
         doctor_view.show(_screen, found)
 
 
-def _refuse(message: str) -> None:
+def _refuse(message: str) -> NoReturn:
     typer.echo(f"tilewise demo: {message}", err=True)
     raise typer.Exit(2)

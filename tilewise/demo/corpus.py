@@ -58,13 +58,15 @@ def standard_library() -> Corpus:
 
 
 def from_paths(paths: Iterable[Path]) -> Corpus:
-    """The text of files, and of every .py, .md, .rst and .txt file in folders, in the order given.
+    """The text of files, and of every .py, .md, .rst and .txt file in folders, in the order given;
+    at least one path.
 
     Raises TextError if a path is missing or unreadable, or if there is no text in them at all.
     """
     paths = list(paths)
     files = [file for path in paths for file in _files_of(path)]
-    return _read(files, ", ".join(str(path) for path in paths))
+    others = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
+    return _read(files, f"{paths[0]}{others}")
 
 
 def _files_of(path: Path) -> Iterator[Path]:

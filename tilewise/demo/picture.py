@@ -22,14 +22,18 @@ def draw(report: Report, path: Path) -> bool:
     losses, apart = figure.subplots(2, 1, sharex=True, height_ratios=[2, 1])
 
     # The wide pale line under the thin dark one: two lines that coincide both stay visible.
-    losses.plot(materialised.losses, color="#f2b134", linewidth=5, label="materialised attention")
-    losses.plot(tiled.losses, color="#1b3a57", linewidth=1.2, label=f"Tilewise ({report.kernels})")
+    steps = range(1, len(tiled.losses) + 1)
+    losses.plot(steps, materialised.losses, color="#f2b134", linewidth=5, label="materialised attention")
+    losses.plot(
+        steps, tiled.losses, color="#1b3a57", linewidth=1.2, label=f"Tilewise ({report.kernels})"
+    )
     losses.set_ylabel("loss (nats per byte)")
-    losses.set_title(f"The same model, the same seed: {report.text['source']}")
+    # A path may hold a dollar sign, which is no mathematics here.
+    losses.set_title(f"The same model, the same seed: {report.text['source']}", parse_math=False)
     losses.legend(frameon=False)
 
     smallest = 1e-9  # a logarithmic axis has no place for losses that are equal to the last bit
-    apart.semilogy([max(d, smallest) for d in differences(report.curves)], color="#1b3a57", lw=1)
+    apart.semilogy(steps, [max(d, smallest) for d in differences(report.curves)], color="#1b3a57", lw=1)
     apart.axhline(limit, color="#b3362b", linestyle="--", linewidth=1, label="limit")
     apart.set_ylabel("|difference|")
     apart.set_xlabel("step")

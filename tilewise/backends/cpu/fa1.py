@@ -1,3 +1,4 @@
+# ruff: noqa: E741 (m and l are the names of the paper)
 """FlashAttention as tile loops in PyTorch (Dao et al., NeurIPS 2022).
 
 Keys in the outer loop of the forward: O, m and l of all rows stay in memory, every tile updates its

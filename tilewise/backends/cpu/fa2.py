@@ -1,3 +1,4 @@
+# ruff: noqa: E741 (m and l are the names of the paper)
 """FlashAttention-2 as tile loops in PyTorch (Dao, 2023).
 
 Queries in the outer loop of the forward: a tile of the output stays where it is, unnormalised, until

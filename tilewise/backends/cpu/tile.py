@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -59,7 +60,7 @@ class Workspace:
         """An uninitialised contiguous tensor; the same memory for the same name."""
         size = math.prod(shape)
         if name not in self.buffers or self.buffers[name].numel() < size:
-            self.buffers[name] = torch.empty(size, dtype=self.dtype)
+            self.buffers[name] = torch.empty(size, dtype=self.dtype, device="cpu")
         return self.buffers[name][:size].view(shape)
 
 
@@ -129,7 +130,7 @@ class Part:
         return slice(i.start * self.group, i.stop * self.group)
 
     def zeros(self, rows: int, width: int) -> Tensor:
-        return torch.zeros(len(self.heads), rows, width, dtype=self.dtype)
+        return torch.zeros(len(self.heads), rows, width, dtype=self.dtype, device="cpu")
 
     def _queries(self, t: Tensor, i: range) -> Tensor:  # (H, R, G, D)
         tile = self.seq.queries(t)[i.start : i.stop, self.heads_q.start : self.heads_q.stop]
@@ -166,7 +167,7 @@ class Part:
         """The logit of the sink in each row, -inf without one: (H, R G, 1)."""
         shape = (len(self.heads), len(i) * self.group, 1)
         if self.x.sink is None:
-            return torch.full(shape, -math.inf, dtype=self.dtype)
+            return torch.full(shape, -math.inf, dtype=self.dtype, device="cpu")
         sink = self.x.sink[self.heads_q.start : self.heads_q.stop].to(self.dtype)
         return sink.view(-1, 1, self.group).expand(-1, len(i), -1).reshape(shape)
 
@@ -190,7 +191,7 @@ class Part:
         if self.x.alibi_slopes is not None:
             s4.addcmul_(self._slopes(), self._distance(i, j), value=-1)
         if masked:
-            s4.masked_fill_(~self._visible(i, j), -math.inf)
+            s4.masked_fill_(self._hidden(i, j), -math.inf)
         return s
 
     def _unpacked(self, tile: Tensor) -> Tensor:
@@ -206,15 +207,19 @@ class Part:
 
     def _distance(self, i: range, j: range) -> Tensor:
         """How far each key is from its query's place on the diagonal: (R, 1, C)."""
-        rows = torch.arange(i.start, i.stop, dtype=self.dtype).view(-1, 1, 1)
         offset = self.seq.length_k - self.seq.length_q
-        return (rows + offset - torch.arange(j.start, j.stop, dtype=self.dtype)).abs_()
+        diagonal = torch.arange(i.start + offset, i.stop + offset, dtype=self.dtype, device="cpu")
+        columns = torch.arange(j.start, j.stop, dtype=self.dtype, device="cpu")
+        return (diagonal.view(-1, 1, 1) - columns).abs_()
 
-    def _visible(self, i: range, j: range) -> Tensor:
-        """(R, 1, C)."""
-        rows = torch.arange(i.start, i.stop, dtype=torch.int32).view(-1, 1, 1)
-        columns = torch.arange(j.start, j.stop, dtype=torch.int32)
-        return mask.visible(rows, columns, self.seq.length_q, self.seq.length_k, *self.spec.window)
+    def _hidden(self, i: range, j: range) -> Tensor:
+        """Which keys a query does not see: (R, 1, C)."""
+        # A tile is a small problem of its own: the same band, moved to where the tile lies in it.
+        move = (self.seq.length_k - j.stop) - (self.seq.length_q - i.stop)
+        left, right = self.spec.window
+        left = None if left is None else left - move
+        right = None if right is None else right + move
+        return _hidden(len(i), len(j), left, right)
 
     def bias_tile(self, t: Tensor, i: range, j: range) -> Tensor:
         """The view of a tensor shaped like the bias that broadcasts over (H, R, G, C)."""
@@ -302,6 +307,13 @@ class Sums:
             if target is not None and total is not target:
                 assert total is not None
                 target.copy_(total)
+
+
+@lru_cache(maxsize=8)  # the tiles along a diagonal are all alike
+def _hidden(rows: int, columns: int, left: int | None, right: int | None) -> Tensor:
+    i = torch.arange(rows, dtype=torch.int32, device="cpu").view(-1, 1, 1)
+    j = torch.arange(columns, dtype=torch.int32, device="cpu")
+    return ~mask.visible(i, j, rows, columns, left, right)
 
 
 def _blocks(length: int, span: tuple[int, int], size: int) -> Iterator[range]:

@@ -14,7 +14,7 @@ import triton.language as tl
 from tilewise import mask
 
 
-def device_function(function: FunctionType) -> Any:
+def device_function(function: Any) -> Any:
     """A plain function of ``tilewise.mask`` for kernels to call. Triton's interpreter insists on seeing
     ``triton.language`` among a function's globals, which a module for everyone does not import."""
     scope = {**function.__globals__, "tl": tl}
