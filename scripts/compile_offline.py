@@ -39,21 +39,23 @@ from tilewise import dispatch, ops, schedule
 from tilewise.spec import AttentionSpec, Inputs, make_spec
 
 KB = 1024
+TENSOR_MEMORY = 512  # columns
 
 
 @dataclass(frozen=True)
 class Arch:
     target: GPUTarget
+    family: str  # of schedule.py
     shared_memory: int  # bytes that one program may use
 
 
 ARCHES = {
-    "sm_80": Arch(GPUTarget("cuda", 80, 32), 163 * KB),
-    "sm_89": Arch(GPUTarget("cuda", 89, 32), 99 * KB),
-    "sm_90": Arch(GPUTarget("cuda", 90, 32), 227 * KB),
-    "sm_100": Arch(GPUTarget("cuda", 100, 32), 227 * KB),
-    "sm_120": Arch(GPUTarget("cuda", 120, 32), 99 * KB),
-    "gfx942": Arch(GPUTarget("hip", "gfx942", 64), 64 * KB),
+    "sm_80": Arch(GPUTarget("cuda", 80, 32), "ampere", 163 * KB),
+    "sm_89": Arch(GPUTarget("cuda", 89, 32), "other", 99 * KB),
+    "sm_90": Arch(GPUTarget("cuda", 90, 32), "hopper", 227 * KB),
+    "sm_100": Arch(GPUTarget("cuda", 100, 32), "blackwell", 227 * KB),
+    "sm_120": Arch(GPUTarget("cuda", 120, 32), "other", 99 * KB),
+    "gfx942": Arch(GPUTarget("hip", "gfx942", 64), "other", 64 * KB),
 }
 
 
@@ -109,7 +111,7 @@ def launches(case: Case, kernel: dispatch.Kernel, arch: Arch) -> Iterator[Launch
     module = kernel.load()
     with (
         mock.patch.object(JITFunction, "run", record),
-        mock.patch.object(schedule, "_shared_memory", lambda device: arch.shared_memory),
+        mock.patch.object(schedule, "_family", lambda device: arch.family),
     ):
         out = ops._empty_out(spec, x)
         lse, saved = ops._empty_statistics(spec, x)
@@ -204,6 +206,17 @@ def resources(built: Any, arch: Arch) -> dict[str, int]:
     }
 
 
+def objection(built: Any, used: dict[str, int], arch: Arch) -> str:
+    """Why a compiled kernel could not run; empty if it can."""
+    if used["shared"] > arch.shared_memory:
+        return f"needs {used['shared']} bytes of shared memory, has {arch.shared_memory}"
+    columns = getattr(built.metadata, "tmem_size", None) or 0
+    # Triton compiles a kernel that wants too much tensor memory, to nothing but a trap.
+    if columns > TENSOR_MEMORY or re.search(r"^\s*trap;", built.asm.get("ptx", ""), re.MULTILINE):
+        return f"needs {columns} columns of tensor memory, has {TENSOR_MEMORY}"
+    return ""
+
+
 def _reason(error: BaseException) -> str:
     """The innermost cause, at its end: Triton's errors begin with the kernel's whole source."""
     while error.__cause__ is not None:
@@ -238,9 +251,7 @@ def check(task: tuple[str, str, str, str | None]) -> list[tuple[str, ...]]:
                     data = built.asm[kind]
                     path = Path(keep) / f"{arch_name}.{case_name}.{name.replace(' ', '.')}.{kind}"
                     path.write_bytes(data if isinstance(data, bytes) else data.encode())
-        complaint = ""
-        if used["shared"] > arch.shared_memory:
-            complaint = f"needs {used['shared']} bytes of shared memory, has {arch.shared_memory}"
+        complaint = objection(built, used, arch)
         seconds = f"{time.perf_counter() - began:.1f}"
         numbers = (str(used["registers"]), str(used["spills"]), str(used["shared"]), seconds)
         rows.append((arch_name, case_name, name, *numbers, complaint))

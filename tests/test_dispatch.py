@@ -1,4 +1,4 @@
-"""tilewise.dispatch: who is chosen, who is passed over and why, and the tables made from the same data."""
+"""tilewise.dispatch: who is chosen, who is passed over and why, and the tables made of the same data."""
 
 from __future__ import annotations
 
@@ -163,8 +163,9 @@ def test_kernels_are_well_formed():
 def test_every_feature_a_spec_can_ask_for_has_a_row():
     x = torch.zeros(1, 4, 2, 8)
     one = torch.tensor([4], dtype=torch.int32)
+    key, bias, per_head = x[:, :, :1], torch.zeros(1, 1, 4, 4), torch.zeros(2)
     spec = make_spec(
-        Inputs(x, x[:, :, :1], x[:, :, :1, :4], torch.zeros(1, 1, 4, 4), torch.zeros(2), torch.zeros(2), seqused_q=one),
+        Inputs(x, key, key[..., :4], bias, per_head, per_head, seqused_q=one),
         causal=True, window_left=1, softcap=1.0, dropout_p=0.5, deterministic=True,
     )  # fmt: skip
     assert spec.features | {"varlen", "lse_grad", "fp16", "bf16", "fp64", "fp8"} == EVERYTHING

@@ -214,8 +214,9 @@ def check_types(x: Inputs, options: dict[str, object]) -> None:
         types, allowed = _OPTION_TYPES[name]
         # bool is an int to Python, but a length or a scale that is True is a mistake.
         ok = isinstance(value, types) and (types is bool or not isinstance(value, bool))
-        shown = _SHOWN.get(name, name)
-        _require_type(ok, shown, f"{value!r} ({type(value).__name__})", allowed)
+        if not ok:  # only now to text, which torch.compile cannot make of a symbolic length
+            got = f"{value!r} ({type(value).__name__})"
+            _require_type(False, _SHOWN.get(name, name), got, allowed)
 
 
 _SHOWN = {"window_left": "window[0]", "window_right": "window[1]"}  # what the caller calls them
