@@ -166,3 +166,24 @@ EDGES = {
         **{**_PACKED, "causal": False},
     ),
 }
+
+# Each feature of dispatch.FEATURES with as little else as can be.
+ALONE = {
+    "fp16": Problem(dtype="fp16"),
+    "bf16": Problem(dtype="bf16"),
+    "fp32": Problem(),
+    "fp64": Problem(dtype="fp64"),
+    "gqa": Problem(group=2),
+    "unequal_dims": Problem(head_dim_v=8),
+    "causal": Problem(causal=True),
+    "window": Problem(window=(2, 1)),
+    "varlen": Problem(varlen=True, lengths=((3, 5), (4, 2))),
+    "seqused": Problem(used_q=(3,), used_k=(4,)),
+    "softcap": Problem(softcap=5.0),
+    "bias": Problem(bias=(True,) * 4),
+    "alibi": Problem(alibi="heads"),
+    "sink": Problem(sink="fp32"),
+    "dropout": Problem(dropout_p=0.5),
+    "lse_grad": Problem(loss="lse"),
+    "deterministic": Problem(deterministic=True),
+}

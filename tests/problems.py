@@ -208,8 +208,8 @@ def _poison(p: Problem, spec: AttentionSpec, x: Inputs, dout: Tensor, dlse: Tens
     }
     for seq in sequences(spec, x):
         seq.queries(outsiders["q"]).fill_(False)
-        i = torch.arange(seq.length_q)[:, None]
-        j = torch.arange(seq.length_k)[None, :]
+        i = torch.arange(seq.length_q, device=x.q.device)[:, None]
+        j = torch.arange(seq.length_k, device=x.q.device)[None, :]
         seen = reference.mask.visible(i, j, seq.length_q, seq.length_k, *spec.window)
         seq.keys(outsiders["k"]).copy_(~seen.any(0))
     marks = [("q", x.q)]
@@ -223,12 +223,12 @@ def _poison(p: Problem, spec: AttentionSpec, x: Inputs, dout: Tensor, dlse: Tens
         t[outsiders[side]] = bad
     rows = outsiders["q"] if spec.varlen else outsiders["q"][:, None, :]
     dlse.masked_fill_(rows.expand(dlse.shape), torch.nan)
-    if x.bias is not None and spec.seqused:
-        for b, (q_len, k_len) in enumerate((s.length_q, s.length_k) for s in sequences(spec, x)):
-            if x.bias.shape[0] == len(p.lengths):
-                for dim, n in ((1, q_len), (2, k_len)):
-                    if x.bias[b].shape[dim] > 1:
-                        x.bias[b].narrow(dim, n, x.bias[b].shape[dim] - n).fill_(torch.nan)
+    if x.bias is not None and spec.ragged and x.bias.shape[0] == spec.batch:
+        for seq in sequences(spec, x):
+            if x.bias.shape[2] > 1:
+                x.bias[seq.number, :, seq.length_q :] = torch.nan
+            if x.bias.shape[3] > 1:
+                x.bias[seq.number, :, :, seq.length_k :] = torch.nan
 
 
 Results = dict[str, Tensor]  # out, lse, dq, dk, dv and, where there are some, dbias and dsink
@@ -294,8 +294,14 @@ def _by_result(gradients: dict[str, Tensor]) -> Results:
     return {grad: gradients[name] for grad, name in GRADIENTS.items() if name in gradients}
 
 
+def how(kernel: str) -> dict[str, str]:
+    """A kernel's name, "cpu/fa2", as the arguments that ask for it."""
+    backend, algorithm = kernel.split("/")
+    return {"backend": backend, "algorithm": algorithm}
+
+
 def check(p: Problem, device: torch.device | str = "cpu", **how: Any) -> Results:
-    """Run a problem on a kernel and hold every result to the accuracy rule. how: as for ``run``."""
+    """Run a problem and hold every result to the accuracy rule. how: as for ``run``."""
     t = tensors(p, device)
     got = run(p, t, **how)
     check_results(p, t, got)

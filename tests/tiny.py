@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-
 from tilewise.demo.model import Shape
 from tilewise.demo.train import Plan
 
@@ -13,5 +11,4 @@ PLAN = Plan(
     steps=25,
     rate=3e-3,
     seed=0,
-    dtype=torch.float32,
 )

@@ -51,6 +51,7 @@ _AMPERE = _HOPPER | {
 # sm_100: accumulators must fit 512 columns of tensor memory; compiled, not measured.
 _BLACKWELL = _HOPPER | {
     ("fa2_backward", 128): Tile(64, 64, 8, 2),
+    ("fa2_backward", 256): Tile(32, 64, 8, 1),
 }
 # Any other (99 KB, or AMD's 64 KB): compiled, not measured.
 _OTHER: dict[tuple[str, int], Tile] = {

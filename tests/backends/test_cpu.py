@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from problems import Problem
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from tilewise import attention, mask
 from tilewise.backends.cpu import fa1, fa2, tile
@@ -55,7 +56,7 @@ PROBLEMS = {
     "scores near 1000": Problem(lengths=((19, 23),), shift=1000.0, causal=True),
     "all scores equal": Problem(lengths=((19, 23),), equal_keys=True, window=(3, 9)),
 }
-TILES = [(1, 1), (3, 2), (2, 7), (8, 8), (16, 5), (1000, 1000)]
+TILES = [(1, 1), (3, 2), (2, 7), (16, 5), (1000, 1000)]
 
 
 @pytest.fixture(params=TILES, ids=str)
@@ -73,15 +74,14 @@ def _set_tiles(monkeypatch: pytest.MonkeyPatch, rows: int, keys: int) -> None:
 @pytest.mark.parametrize("problem", PROBLEMS.values(), ids=PROBLEMS.keys())
 @pytest.mark.usefixtures("tiles")
 def test_right_with_any_tiles(problem: Problem, algorithm: str):
-    problems.check(problem, backend="cpu", algorithm=algorithm)
     problems.check(replace(problem, dtype="fp64"), backend="cpu", algorithm=algorithm)
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
-def test_low_precision_is_rounded_once(dtype: str, algorithm: str, monkeypatch: pytest.MonkeyPatch):
-    """Many tiles add up in fp32: no worse than few."""
-    problem = Problem(lengths=((70, 300),), dtype=dtype, group=2, causal=True, dropout_p=0.2)
+@pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
+def test_many_tiles_are_as_exact_as_one(dtype: str, algorithm: str, monkeypatch: pytest.MonkeyPatch):
+    """They add up in fp32 and are rounded once, at the end."""
+    problem = Problem(lengths=((50, 100),), dtype=dtype, group=2, causal=True, dropout_p=0.2)
     _set_tiles(monkeypatch, 4, 3)
     many = problems.check(problem, backend="cpu", algorithm=algorithm)
     _set_tiles(monkeypatch, 1000, 1000)
@@ -186,10 +186,15 @@ class Largest(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        for t in result if isinstance(result, tuple | list) else (result,):
-            if isinstance(t, torch.Tensor) and not t._is_view():
+        given = {t.untyped_storage().data_ptr() for t in _tensors((args, kwargs))}
+        for t in _tensors(result):
+            if t.untyped_storage().data_ptr() not in given:  # neither a view nor in place
                 self.count = max(self.count, t.numel())
         return result
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [t for t in tree_leaves(tree) if isinstance(t, torch.Tensor)]
 
 
 @pytest.fixture
@@ -206,7 +211,7 @@ def test_nothing_of_the_size_of_the_scores(algorithm: str, monkeypatch: pytest.M
     """Nor a whole input in another dtype: only tiles, and what a few heads need for all their rows."""
     _set_tiles(monkeypatch, 16, 16)
     problem = Problem(
-        lengths=((300, 300),),
+        lengths=((200, 200),),
         heads_kv=2,
         group=2,
         head_dim=8,
@@ -219,9 +224,9 @@ def test_nothing_of_the_size_of_the_scores(algorithm: str, monkeypatch: pytest.M
         dropout_p=0.5,
     )
     t = problems.tensors(problem)
-    out, lse = t.x.q.new_zeros(t.x.q.shape), torch.full((1, 4, 300), -torch.inf)
-    saved, grads = torch.zeros(2, 1, 4, 300), Gradients(t.spec, t.x)
-    rows_of_one_head = 300 * problem.group * 8
+    out, lse = t.x.q.new_zeros(t.x.q.shape), torch.full((1, 4, 200), -torch.inf)
+    saved, grads = torch.zeros(2, 1, 4, 200), Gradients(t.spec, t.x)
+    rows_of_one_head = 200 * problem.group * 8
     with Largest() as forward:
         ALGORITHMS[algorithm].forward(t.spec, t.x, out, lse, saved)
     with Largest() as backward:
@@ -237,4 +242,4 @@ def test_extra_memory_at_16384(algorithm: str):
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     measured = json.loads(done.stdout)
     assert measured["scores_mb"] > 8000
-    assert measured["extra_mb"] < 100
+    assert 0 < measured["extra_mb"] < 100

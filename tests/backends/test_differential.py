@@ -15,9 +15,9 @@ import accuracy
 import problems
 import pytest
 import torch
-from edges import EDGES
+from edges import ALONE, EDGES
 from hypothesis import given, settings
-from problems import Problem, Size
+from problems import Problem, Size, how
 
 from tilewise import attention, dispatch
 from tilewise.backends.cpu import tile
@@ -37,11 +37,6 @@ TINY = Size(
     groups=(1, 3),
     dtypes=("fp32", "fp16"),
 )
-
-
-def how(kernel: str) -> dict[str, str]:
-    backend, algorithm = kernel.split("/")
-    return {"backend": backend, "algorithm": algorithm}
 
 
 def supported(kernel: str) -> frozenset[str]:
@@ -124,39 +119,18 @@ def test_group(kernel: str, group: int, dtype: str):
     problems.check(p, **how(kernel))
 
 
-CELLS = {
-    "fp16": Problem(dtype="fp16"),
-    "bf16": Problem(dtype="bf16"),
-    "fp32": Problem(),
-    "fp64": Problem(dtype="fp64"),
-    "gqa": Problem(group=2),
-    "unequal_dims": Problem(head_dim_v=8),
-    "causal": Problem(causal=True),
-    "window": Problem(window=(2, 1)),
-    "varlen": Problem(varlen=True, lengths=((3, 5), (4, 2))),
-    "seqused": Problem(used_q=(3,), used_k=(4,)),
-    "softcap": Problem(softcap=5.0),
-    "bias": Problem(bias=(True,) * 4),
-    "alibi": Problem(alibi="heads"),
-    "sink": Problem(sink="fp32"),
-    "dropout": Problem(dropout_p=0.5),
-    "lse_grad": Problem(loss="lse"),
-    "deterministic": Problem(deterministic=True),
-}
-
-
 def test_every_feature_has_a_cell():
-    assert set(CELLS) == set(dispatch.FEATURES) - {"fp8"}
+    assert set(ALONE) == set(dispatch.FEATURES) - {"fp8"}
 
 
-@pytest.mark.parametrize("feature", CELLS)
+@pytest.mark.parametrize("feature", ALONE)
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_support_table_tells_the_truth(kernel: str, feature: str):
     """Every cell that says yes runs and is right; every cell that says no refuses."""
     if kernel in INTERPRETED and feature == "bf16":
         pytest.skip("the interpreter's bf16 products are wrong")
     loss = "lse" if feature == "lse_grad" else "out"
-    p = replace(CELLS[feature], loss=loss)
+    p = replace(ALONE[feature], loss=loss)
     if feature in KERNELS[kernel].forward & KERNELS[kernel].backward:
         problems.check(p, **how(kernel))
     else:

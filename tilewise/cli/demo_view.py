@@ -27,7 +27,7 @@ def introduce(screen: Console, text: Corpus, plan: Plan, device: torch.device) -
     screen.print(f"[bold]text[/]    {escape(text.source)}, {text.files} files, {_size(len(text.data))}")
     screen.print(
         f"[bold]model[/]   byte-level GPT, {shape.layers} layers, {shape.heads} heads, "
-        f"width {shape.width}, context {shape.context}, {_name(plan.dtype)}"
+        f"width {shape.width}, context {shape.context}, fp32"
     )
     screen.print(f"[bold]device[/]  {escape(doctor.device_name(device))}\n")
 
@@ -115,7 +115,7 @@ def _curves(report: Report) -> Table:
 
 def _long_sequence(run: LongSequence) -> str:
     scores = f"{_size(run.score_bytes_fp16)} in fp16"
-    if run.score_bytes != run.score_bytes_fp16:
+    if run.score_bytes != run.score_bytes_fp16:  # bf16 is as wide as fp16
         scores += f", {_size(run.score_bytes)} in {run.dtype}"
     used = "unknown on this system" if run.extra_bytes is None else _size(run.extra_bytes)
     results = _size(run.result_bytes)
@@ -152,7 +152,3 @@ def _size(count: int) -> str:
             return f"{amount:.3g} {unit}"
         amount /= 1024
     return f"{amount:.3g} GiB"
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -68,8 +68,8 @@ def in_fresh_process(length: int, device: torch.device) -> LongSequence:
 
 
 def measure(length: int, device: torch.device) -> LongSequence:
-    """Attention over `length` random tokens, one head of dimension 64; fp32 on a CPU, fp16 on a GPU."""
-    dtype = torch.float32 if device.type == "cpu" else torch.float16
+    """Attention over `length` random tokens, one head of dimension 64; fp32 on a CPU, bf16 on a GPU."""
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     q, k, v, dout = _tokens(length, dtype, device)
     for tensor in (q, k, v):
         tensor.requires_grad_()

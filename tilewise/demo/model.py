@@ -34,7 +34,7 @@ def materialised(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     length, dim = q.shape[1], q.shape[3]
     scores = torch.einsum("bihd,bjhd->bhij", q, k) / math.sqrt(dim)
     future = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1)
-    weights = scores.masked_fill(future, -math.inf).float().softmax(-1).to(v.dtype)
+    weights = scores.masked_fill(future, -math.inf).softmax(-1)
     return torch.einsum("bhij,bjhd->bihd", weights, v)
 
 
@@ -63,7 +63,7 @@ class Rotary(nn.Module):
         self.register_buffer("sin", angle.sin(), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        cos, sin = (t[: x.shape[1]].to(x.dtype) for t in (self.cos, self.sin))
+        cos, sin = self.cos[: x.shape[1]], self.sin[: x.shape[1]]
         a, b = x.chunk(2, dim=-1)
         return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1)
 
@@ -121,7 +121,7 @@ class ByteGPT(nn.Module):
         """
         text = prompt[None]
         for _ in range(count):
-            logits = self(text[:, -self.shape.context :])[0, -1].float().cpu()
+            logits = self(text[:, -self.shape.context :])[0, -1].cpu()
             # A little colder than the model's own distribution: fewer slips in a short sample.
             drawn = torch.multinomial((logits / 0.8).softmax(-1), 1, generator=generator)
             text = torch.cat([text, drawn[None].to(text.device)], dim=1)

@@ -65,7 +65,6 @@ class Report:
     def as_data(self) -> dict[str, Any]:
         """All of it in JSON's own types."""
         data = asdict(self)
-        data["plan"]["dtype"] = str(self.plan.dtype).removeprefix("torch.")
         data["checks"] = [{**asdict(check), "passed": check.passed} for check in self.checks]
         return {"passed": self.passed, **data}
 
