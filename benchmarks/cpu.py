@@ -173,6 +173,12 @@ def machine() -> dict[str, object]:
     }
 
 
+def commit() -> str:
+    """The commit that was measured, with a + if the package has changed since."""
+    changed = _output("git", "status", "--porcelain", "../tilewise")
+    return _output("git", "rev-parse", "HEAD") + ("+" if changed else "")
+
+
 def _output(*command: str) -> str:
     done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True)
     return done.stdout.strip()
@@ -193,7 +199,7 @@ def main() -> int:
     report: dict[str, object] = {
         "what": "cpu/fa2 and cpu/fa1 against PyTorch's scaled_dot_product_attention on the CPU, fp32",
         "date": time.strftime("%Y-%m-%d"),
-        "commit": _output("git", "rev-parse", "HEAD") + ("+" if _output("git", "diff", "HEAD") else ""),
+        "commit": commit(),
         "machine": machine(),
         "versions": {
             "python": platform.python_version(),

@@ -29,7 +29,8 @@ What needs interpretation, and why each answer is no looser than rounding makes 
   that matters: 1e-6 in ordinary problems, less than bf16 can see even for |s| = 1000.
 - *Softcap.* Its slope 1 - tanh^2 is a difference of numbers near 1, off by 2**-22 for any kernel in
   fp32; where it is so small that this is more than the tolerance, its terms count as if it were not.
-- *lse* is fp32 whatever the inputs (no step to it is rounded to their dtype) and is held to fp32.
+- *lse* is fp32 whatever the inputs (no step to it is rounded to their dtype) and is held to fp32. Its
+  terms are its largest score, itself, and 1: a relative error of the sum is an absolute one of its log.
 - *fp64* has no reference more exact than itself: rule 1 is void and the tolerance 1e-12.
 """
 
@@ -78,7 +79,8 @@ def check(t: Tensors, loss: str, got: Results, want: Results, plain: Results) ->
             )
             continue
         coarser = dtype if name == "lse" else max(dtype, t.spec.dtype, key=lambda d: torch.finfo(d).eps)
-        score_error = 2 * top_score * torch.finfo(t.spec.lse_dtype).eps / 2
+        step = torch.finfo(t.spec.lse_dtype).eps  # twice the rounding error of a score, relative to it
+        score_error = step if name == "lse" else step * top_score
         found = compare(
             x.double(),
             want[name],
@@ -179,10 +181,8 @@ def terms(t: Tensors, loss: str, want: Results) -> Results:
         delta = torch.einsum("ihd,ihd->hi", out, dout)
         ds = pd.square() * torch.einsum("ihd,jhd->hij", dout, v) + p.square() * (delta + dlse)[..., None]
 
-        seen_scores = scores.masked_fill(p == 0, 0)
-        seq.rows(found["lse"]).copy_(
-            (_squares(seq.rows(want["lse"])) + (seen_scores.amax(-1) if seq.length_k else 0)).sqrt()
-        )
+        largest = scores.masked_fill(p == 0, 0).amax(-1) if seq.length_k else 0
+        seq.rows(found["lse"]).copy_((1 + _squares(seq.rows(want["lse"])) + largest).sqrt())
         seq.queries(found["out"]).copy_(torch.einsum("hij,jhd->ihd", pd.square(), v).sqrt())
         row = torch.einsum("hij,jhd->ihd", p * slope, keys)
         ds_capped = ds * slope.square()

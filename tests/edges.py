@@ -26,6 +26,11 @@ EDGES = {
     "scores near -1000: exp of the sum underflows": Problem(
         lengths=((20, 35),), shift=-1000.0, causal=True
     ),
+    "scores near -1000, last keys alone in a tile: exp(-lse) of padding is inf": Problem(
+        lengths=((140, 37),), shift=-1000.0
+    ),
+    "scores near 1000, last keys alone in a tile": Problem(lengths=((140, 37),), shift=1000.0),
+    "scores near -1000, last queries alone in a tile": Problem(lengths=((37, 140),), shift=-1000.0),
     "all scores of a row equal": Problem(lengths=((18, 40),), equal_keys=True, causal=True),
     "a scale that is not 1 / sqrt(D)": Problem(lengths=((18, 40),), scale=0.7, causal=True),
     "causal, one query: it sees every key": Problem(lengths=((1, 5),), causal=True),
