@@ -27,7 +27,7 @@ DEVICE = "cuda"
 KERNELS = {k.name: k for k in dispatch.KERNELS if k.backend != "cpu"}
 DTYPES = ("bf16", "fp16", "fp32")
 FUZZ = int(os.environ.get("TILEWISE_FUZZ", 1200))  # random problems for each kernel
-BLOCK = 50  # of them in one test
+BLOCK = 10  # of them in one test
 
 
 @pytest.fixture(autouse=True)

@@ -25,6 +25,7 @@ from tilewise.backends.triton.tile import (
     load_tile,
     logits,
     matrix,
+    query_tile_runs,
     sequence_rows,
     softcap_slope,
     store_tile,
@@ -167,9 +168,8 @@ def backward_kernel(
 
     dk = tl.zeros([TILE_K, BLOCK_D], tl.float32)
     dv = tl.zeros([TILE_K, BLOCK_DV], tl.float32)
-    # The queries that see a key tile: the same band with the roles swapped.
     low, high = key_span(seqlen_k, seqlen_q, right, left)
-    bounds = key_tile_runs(k_start, k_start + TILE_K, seqlen_k, seqlen_q, right, left, TILE_Q, IEEE)
+    bounds = query_tile_runs(k_start, k_start + TILE_K, seqlen_q, seqlen_k, left, right, TILE_Q, IEEE)
     for member in range(group):
         head = kv_head * group + member
         q_base = matrix(q_ptr, q_strides, b, start_q, head)

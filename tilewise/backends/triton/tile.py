@@ -39,6 +39,19 @@ def key_tile_runs(q_start, q_stop, seqlen_q, seqlen_k, left, right, tile, ONE_RU
     return first, full_first, full_stop, stop
 
 
+@triton.jit
+def query_tile_runs(k_start, k_stop, seqlen_q, seqlen_k, left, right, tile, ONE_RUN: tl.constexpr):
+    """``key_tile_runs`` for the queries that see a key tile: the same band with the roles swapped.
+
+    A key tile that reaches past the last key is masked throughout: dQ sums over its rows, and for keys
+    that do not exist exp(0 - lse) may be infinite, which times a key of zeros is NaN."""
+    first, full_first, full_stop, stop = key_tile_runs(
+        k_start, k_stop, seqlen_k, seqlen_q, right, left, tile, ONE_RUN
+    )
+    partial = k_stop > seqlen_k
+    return first, first if partial else full_first, first if partial else full_stop, stop
+
+
 @triton.constexpr_function
 def has_tiles(run, left, one_run):
     """Whether run 0, 1 or 2 can hold any tile: if not, its code is left out."""
@@ -143,8 +156,13 @@ def softcap_slope(s, softcap):
 
 @triton.jit
 def tanh(x):
-    # Exact at both ends (exp2 gives 0 or inf), and portable, which a library call is not.
-    return 1.0 - 2.0 / (1.0 + tl.exp2(x * 2.8853900817779268))
+    """Relative error below 4e-7. Portable, which a library call is not."""
+    # Exact at both ends, where exp2 gives 0 or inf, but a difference of near numbers around 0;
+    # there a polynomial, fitted to tanh(x) / x on |x| < 0.5.
+    far = 1.0 - 2.0 / (1.0 + tl.exp2(x * 2.8853900817779268))
+    t = x * x
+    near = -0.333330750 + t * (0.133249074 + t * (-0.0529942289 + t * 0.0171512943))
+    return tl.where(tl.abs(x) < 0.5, x + x * t * near, far)
 
 
 @triton.jit
