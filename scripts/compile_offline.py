@@ -36,6 +36,7 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from tilewise import dispatch, ops, schedule
+from tilewise.backends.triton.launch import plan_launch
 from tilewise.spec import AttentionSpec, Inputs, make_spec
 
 KB = 1024
@@ -107,6 +108,7 @@ def launches(case: Case, kernel: dispatch.Kernel, arch: Arch) -> Iterator[Launch
         bound = inspect.signature(self.fn).bind(*args, **given)
         recorded.append(Launch(self, dict(bound.arguments), options))
 
+    plan_launch.cache_clear()  # it knows only this machine's GPU, which is none
     spec, x = _problem(case, kernel.algorithm)
     module = kernel.load()
     with (
@@ -135,7 +137,7 @@ def _problem(case: Case, algorithm: str) -> tuple[AttentionSpec, Inputs]:
         x = x._replace(cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, seqused_q=used, seqused_k=used)
         longest = {"max_seqlen_q": 2048, "max_seqlen_k": 2048}
     options: dict[str, Any] = dict(case.options)
-    return make_spec(x, check_values=False, algorithm=algorithm, **longest, **options), x
+    return make_spec(x, algorithm=algorithm, **longest, **options), x
 
 
 def compile_launch(launch: Launch, arch: Arch) -> Any:

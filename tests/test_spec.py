@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tilewise import attention, attention_varlen
-from tilewise.spec import DTYPES, Inputs, make_spec, sequences
+from tilewise.spec import DTYPES, Inputs, check_values, make_spec, sequences
 
 
 def normal(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -430,10 +430,18 @@ def test_length_values_are_checked_on_other_devices_only_when_asked(monkeypatch)
     x = Inputs(**{n: t.to("meta") for n, t in varlen().items() if isinstance(t, torch.Tensor)})
     lengths = {"max_seqlen_q": 3, "max_seqlen_k": 4}
     monkeypatch.delenv("TILEWISE_CHECK", raising=False)
-    make_spec(x, **lengths)
+    spec = make_spec(x, **lengths)
+    check_values(spec, x)
     monkeypatch.setenv("TILEWISE_CHECK", "1")
     with pytest.raises((NotImplementedError, RuntimeError)):
-        make_spec(x, **lengths)
+        check_values(spec, x)
+
+
+def test_length_values_are_checked_again_in_a_call_of_known_form():
+    """Specs of earlier calls are kept; what the length tensors hold belongs to each call alone."""
+    attention_varlen(**varlen())
+    with pytest.raises(ValueError, match=r"^cu_seqlens_q: got "):
+        attention_varlen(**varlen(cu_seqlens_q=ints(0, 5, 3)))
 
 
 def spec_of(arguments: dict[str, Any], **options: Any) -> Any:

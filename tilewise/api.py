@@ -11,7 +11,7 @@ from torch import Tensor
 from tilewise import dispatch, ops, philox
 from tilewise.errors import UnsupportedError
 from tilewise.mask import Window
-from tilewise.spec import LAYOUTS, Inputs, check_types, make_spec
+from tilewise.spec import LAYOUTS, Inputs, check_types, check_values, make_spec
 
 Seed = int | tuple[int, int] | Tensor | None
 
@@ -283,6 +283,7 @@ def explain(q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> Explanation:
     x = Inputs(q, k, v, **tensors)
     check_types(x, keywords)
     spec = make_spec(x, window_left=left, window_right=right, **keywords)
+    check_values(spec, x)
     data: dict[str, Any] = {"features": sorted(spec.features)}
     directions: tuple[dispatch.Direction, ...] = ("forward", "backward")
     for direction in directions:

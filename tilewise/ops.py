@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tilewise import dispatch
 from tilewise.errors import UnsupportedError
-from tilewise.spec import AttentionSpec, Inputs, make_spec
+from tilewise.spec import AttentionSpec, Inputs, check_values, make_spec
 
 _TENSORS = (
     "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? alibi_slopes, Tensor? sink, "
@@ -39,18 +39,48 @@ _library.define(
 )
 
 
-def spec_and_inputs(args: tuple[Any, ...], check_values: bool = True) -> tuple[AttentionSpec, Inputs]:
+_specs: dict[Any, AttentionSpec] = {}  # of calls that were checked before; a training step repeats a few
+_SPECS_KEPT = 1024
+
+
+def _prepare(args: tuple[Any, ...]) -> tuple[AttentionSpec, Inputs]:
     """The operators' flat arguments as a checked spec and the tensors, ready for kernels."""
     x = Inputs(*args[:_TENSOR_COUNT])
-    spec = make_spec(
-        x, **dict(zip(OPTION_NAMES, args[_TENSOR_COUNT:], strict=True)), check_values=check_values
-    )
-    return spec, x._replace(q=_rows(x.q), k=_rows(x.k), v=_rows(x.v))
+    options = args[_TENSOR_COUNT:]
+    # All that make_spec reads of a call. Looking this up costs a tenth of checking it.
+    key = (*[None if t is None else _described(t) for t in x], options)
+    spec = _specs.get(key)
+    if spec is None:
+        spec = _make_spec(x, options)
+        if len(_specs) >= _SPECS_KEPT:
+            _specs.clear()
+        _specs[key] = spec
+    check_values(spec, x)
+    return spec, _replace_rows(x)
+
+
+def _described(t: Tensor) -> tuple[Any, ...]:
+    return t.shape, t.dtype, t.device, t.is_contiguous(), t.requires_grad
+
+
+def _make_spec(x: Inputs, options: tuple[Any, ...]) -> AttentionSpec:
+    return make_spec(x, **dict(zip(OPTION_NAMES, options, strict=True)))
+
+
+def _prepare_fake(args: tuple[Any, ...]) -> tuple[AttentionSpec, Inputs]:
+    """``_prepare`` for tensors that hold nothing and whose sizes may be symbols."""
+    x = Inputs(*args[:_TENSOR_COUNT])
+    return _make_spec(x, args[_TENSOR_COUNT:]), x
 
 
 def _rows(x: Tensor) -> Tensor:
     """Kernels read rows of adjacent elements; any other stride is theirs to follow."""
     return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _replace_rows(x: Inputs) -> Inputs:
+    q, k, v = _rows(x.q), _rows(x.k), _rows(x.v)
+    return x if q is x.q and k is x.k and v is x.v else x._replace(q=q, k=k, v=v)
 
 
 def _empty_out(spec: AttentionSpec, x: Inputs) -> Tensor:
@@ -61,7 +91,9 @@ def _empty_out(spec: AttentionSpec, x: Inputs) -> Tensor:
 
 def _empty_statistics(spec: AttentionSpec, x: Inputs) -> tuple[Tensor, Tensor]:
     rows = (spec.heads_q, x.q.shape[0]) if spec.varlen else (spec.batch, spec.heads_q, x.q.shape[1])
-    lse = x.q.new_full(rows, -math.inf, dtype=spec.lse_dtype)
+    lse = x.q.new_empty(rows, dtype=spec.lse_dtype)
+    if spec.ragged:
+        lse.fill_(-math.inf)
     saved = (2, *rows) if dispatch.saves_statistics(spec.algorithm) else (0,)
     return lse, x.q.new_zeros(saved, dtype=spec.lse_dtype)
 
@@ -74,14 +106,14 @@ def _run_forward(spec: AttentionSpec, x: Inputs, out: Tensor) -> tuple[Tensor, T
 
 
 def _forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    spec, x = spec_and_inputs(args)
+    spec, x = _prepare(args)
     out = _empty_out(spec, x)
     lse, saved = _run_forward(spec, x, out)
     return out, lse, saved
 
 
 def _forward_out(out: Tensor, *args: Any) -> Tensor:
-    spec, x = spec_and_inputs(args)
+    spec, x = _prepare(args)
     _check_out(spec, x, out)
     if spec.ragged:
         out.zero_()
@@ -116,7 +148,7 @@ class Gradients:
 def _backward(
     dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, saved: Tensor, *args: Any
 ) -> tuple[Tensor, ...]:
-    spec, x = spec_and_inputs(args, check_values=False)
+    spec, x = _prepare(args)
     extra = frozenset() if dlse is None else frozenset({"lse_grad"})
     kernel = dispatch.choose(spec, "backward", extra)
     grads = Gradients(spec, x)
@@ -131,12 +163,12 @@ def _as_returned(grads: Gradients) -> tuple[Tensor, ...]:
 
 
 def _fake_forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    spec, x = spec_and_inputs(args, check_values=False)
+    spec, x = _prepare_fake(args)
     return _empty_out(spec, x), *_empty_statistics(spec, x)
 
 
 def _fake_forward_out(out: Tensor, *args: Any) -> Tensor:
-    spec, x = spec_and_inputs(args, check_values=False)
+    spec, x = _prepare_fake(args)
     _check_out(spec, x, out)
     return _empty_statistics(spec, x)[0]
 
@@ -144,7 +176,7 @@ def _fake_forward_out(out: Tensor, *args: Any) -> Tensor:
 def _fake_backward(
     dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, saved: Tensor, *args: Any
 ) -> tuple[Tensor, ...]:
-    return _as_returned(Gradients(*spec_and_inputs(args, check_values=False)))
+    return _as_returned(Gradients(*_prepare_fake(args)))
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

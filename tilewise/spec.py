@@ -130,11 +130,8 @@ def make_spec(
     deterministic: bool = False,
     algorithm: str = "auto",
     backend: str = "auto",
-    check_values: bool = True,
 ) -> AttentionSpec:
-    """Check the arguments of a call and build its spec.
-
-    check_values: also look into the length tensors where that is cheap; off for tensors without data.
+    """Check the arguments of a call and build its spec; what tensors hold is left to ``check_values``.
 
     Raises:
         ValueError, TypeError: naming the argument, its value and what is allowed.
@@ -165,9 +162,6 @@ def make_spec(
     _check_sink(x, heads_q)
     for name in ("seqused_q", "seqused_k"):
         _check_lengths(name, getattr(x, name), batch, x.q.device)
-    if check_values:
-        _check_values(x, max_q, max_k)
-
     left, right = normalize_window(causal, (window_left, window_right), max_q, max_k)
     return AttentionSpec(
         batch=batch,
@@ -381,14 +375,20 @@ def _check_sink(x: Inputs, heads: int) -> None:
     )
 
 
-def _check_values(x: Inputs, max_q: int, max_k: int) -> None:
-    """Contents of the length tensors: always on a CPU, elsewhere only when ``TILEWISE_CHECK=1``,
-    because reading them waits for the device."""
+def check_values(spec: AttentionSpec, x: Inputs) -> None:
+    """Check what the length tensors hold: always on a CPU, elsewhere only when ``TILEWISE_CHECK=1``,
+    because reading them waits for the device.
+
+    Raises:
+        ValueError: naming the argument, its value and what is allowed.
+    """
+    if not spec.ragged:
+        return
     if x.q.device.type != "cpu" and os.environ.get("TILEWISE_CHECK") != "1":
         return
     sides = (
-        ("q", x.q, x.cu_seqlens_q, x.seqused_q, max_q),
-        ("k", x.k, x.cu_seqlens_k, x.seqused_k, max_k),
+        ("q", x.q, x.cu_seqlens_q, x.seqused_q, spec.max_seqlen_q),
+        ("k", x.k, x.cu_seqlens_k, x.seqused_k, spec.max_seqlen_k),
     )
     for side, t, cu_seqlens, seqused, longest in sides:
         lengths = [longest] * (seqused.shape[0] if seqused is not None else 0)

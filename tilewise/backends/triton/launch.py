@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal
+from functools import lru_cache
+from typing import Any, Literal, NamedTuple
 
 import torch
 import triton
@@ -14,6 +15,14 @@ from tilewise import schedule
 from tilewise.spec import AttentionSpec, Inputs
 
 Strides = tuple[int, int, int]
+Over = Literal["queries", "keys", "heads"]
+
+
+class Plan(NamedTuple):
+    """What a launch needs besides tensors: the same for every call with one spec."""
+
+    programs: int
+    arguments: dict[str, Any]  # by keyword: scalars, constants of the kernel, options of the compiler
 
 
 def launch(
@@ -22,46 +31,55 @@ def launch(
     spec: AttentionSpec,
     x: Inputs,
     *,
-    over: Literal["queries", "keys", "heads"],
+    over: Over,
     operands: tuple[Tensor | None, ...],
     **extra: Any,
 ) -> None:
     """Launch one program per query tile and query head, key tile and key head, or key head alone.
 
-    name: the kernel's row in ``schedule.TRITON_TILES``.
+    name: the kernel's row in ``schedule.py``.
     operands: the tensors of the kernel, in its order; their strides go along.
     """
-    block_d, block_dv = (max(16, triton.next_power_of_2(d)) for d in (spec.head_dim, spec.head_dim_v))
-    tile = schedule.triton_tile(name, x.q.device, max(block_d, block_dv), x.q.element_size())
-    if over == "queries":
-        programs = spec.batch * spec.heads_q * triton.cdiv(spec.max_seqlen_q, tile.q)
-    elif over == "keys":
-        programs = spec.batch * spec.heads_kv * triton.cdiv(spec.max_seqlen_k, tile.k)
-    else:
-        programs = spec.batch * spec.heads_kv
-    if programs == 0:
+    plan = plan_launch(name, spec, over)
+    if plan.programs == 0:
         return
-    with _on_device(x.q.device):
-        kernel[(programs,)](
+    with _on_device(spec.device):
+        kernel[(plan.programs,)](
             *operands,
-            strides=tuple(strides(spec, t) for t in operands),
+            strides=tuple([strides(spec, t) for t in operands]),
             lengths=_lengths(spec, x),
-            heads=spec.heads_q,
-            group=spec.group,
-            left=spec.window_left,
-            right=spec.window_right,
-            **_score_factors(spec),
-            D=spec.head_dim,
-            DV=spec.head_dim_v,
-            BLOCK_D=block_d,
-            BLOCK_DV=block_dv,
-            TILE_Q=tile.q,
-            TILE_K=tile.k,
-            IEEE=spec.dtype == torch.float32,
-            num_warps=tile.warps,
-            num_stages=tile.stages,
+            **plan.arguments,
             **extra,
         )
+
+
+@lru_cache(maxsize=1024)
+def plan_launch(name: str, spec: AttentionSpec, over: Over) -> Plan:
+    """Tile, number of programs and scalar arguments of a kernel for a spec."""
+    block_d, block_dv = (max(16, triton.next_power_of_2(d)) for d in (spec.head_dim, spec.head_dim_v))
+    tile = schedule.triton_tile(name, spec.device, max(block_d, block_dv), spec.dtype.itemsize)
+    programs = {
+        "queries": spec.batch * spec.heads_q * triton.cdiv(spec.max_seqlen_q, tile.q),
+        "keys": spec.batch * spec.heads_kv * triton.cdiv(spec.max_seqlen_k, tile.k),
+        "heads": spec.batch * spec.heads_kv,
+    }[over]
+    arguments = {
+        "heads": spec.heads_q,
+        "group": spec.group,
+        "left": spec.window_left,
+        "right": spec.window_right,
+        **_score_factors(spec),
+        "D": spec.head_dim,
+        "DV": spec.head_dim_v,
+        "BLOCK_D": block_d,
+        "BLOCK_DV": block_dv,
+        "TILE_Q": tile.q,
+        "TILE_K": tile.k,
+        "IEEE": spec.dtype == torch.float32,
+        "num_warps": tile.warps,
+        "num_stages": tile.stages,
+    }
+    return Plan(programs, arguments)
 
 
 def launch_rows(
