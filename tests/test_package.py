@@ -19,7 +19,12 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "tilewise"
 
 #: Who may import what besides torch, Triton and the standard library: folder or file -> packages.
-EXTRAS = {"cli": {"typer", "rich"}, "demo/picture.py": {"matplotlib"}}
+EXTRAS = {
+    "cli": {"typer", "rich"},
+    "demo/picture.py": {"matplotlib"},
+    "perf/plot.py": {"matplotlib"},
+    "perf/roofline_picture.py": {"matplotlib"},
+}
 
 
 @pytest.fixture(scope="module")

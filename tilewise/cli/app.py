@@ -12,7 +12,7 @@ from rich.console import Console
 
 import tilewise
 from tilewise import doctor
-from tilewise.cli import demo_view, doctor_view
+from tilewise.cli import bench_command, demo_view, doctor_view, roofline_command
 from tilewise.demo import corpus, picture, run
 from tilewise.demo.train import Plan
 
@@ -22,6 +22,9 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.command("bench")(bench_command.bench)
+app.command("plot")(bench_command.plot)
+app.command("roofline")(roofline_command.roofline)
 _screen = Console(highlight=False)
 
 

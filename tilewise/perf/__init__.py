@@ -1,0 +1,1 @@
+"""How fast and why: measurements, the hardware's limits, and the memory traffic of each algorithm."""
