@@ -24,6 +24,7 @@ What needs interpretation, and why each answer is no looser than rounding makes 
   result's own, at the largest element.
 - *Tiny results.* The tolerances describe many independent roundings. With n elements the mean square
   scatters, and one element can meet its worst case, so a tolerance is multiplied by 1 + 2 / sqrt(n).
+- *Underflow.* Below its smallest number a dtype has only 0: both rules grant each element that much.
 - *Large scores.* A score s is fp32 at best, off by |s| 2**-24 for any kernel, and exp turns that into a
   relative error of the weight. The product, its scaling, the log-sum-exp and its change to base 2 are
   each rounded so: both rules grant 4 |s| 2**-24 of the result's size, with |s| the largest score that
@@ -84,14 +85,14 @@ def check(t: Tensors, loss: str, got: Results, want: Results, plain: Results) ->
                 f"{name} is {x.dtype} {tuple(x.shape)}, not {dtype} {tuple(want[name].shape)}"
             )
             continue
-        coarser = dtype if name == "lse" else max(dtype, t.spec.dtype, key=lambda d: torch.finfo(d).eps)
+        dtypes = (dtype,) if name == "lse" else (dtype, t.spec.dtype)
         score_error = step if name == "lse" else step * top_score
         found = compare(
             x.double(),
             want[name],
             plain[name].double(),
             sizes[name],
-            coarser,
+            dtypes,
             score_error,
             factor=2 if t.spec.softcap is None else 3,
             extra=3e-4 if t.spec.softcap is not None and name.startswith("d") else 0.0,
@@ -106,7 +107,7 @@ def compare(
     ref: Tensor,
     plain: Tensor,
     terms: Tensor,
-    dtype: torch.dtype,
+    dtypes: tuple[torch.dtype, ...],
     score_error: float = 0.0,
     factor: float = 2,
     extra: float = 0.0,
@@ -125,11 +126,13 @@ def compare(
     if (x[empty] != 0).any():
         return f"not exactly 0 at {_places(empty & (x != 0))}"
 
+    dtype = max(dtypes, key=lambda d: torch.finfo(d).eps)  # the coarser one
+    least = max(map(smallest, dtypes))
     error = x - ref
     size = max(float(ref.abs().max()), float(terms.max()))
     if dtype != torch.float64:
         bound = factor * float((plain - ref).abs().max()) + 2 * ulp(dtype, size) + extra
-        bound += score_error * size
+        bound += score_error * size + least
         worst = float(error.abs().max())
         if worst > bound:
             return f"max error {worst:.3g} > {bound:.3g} at {_places(error.abs() > bound)}"
@@ -137,11 +140,16 @@ def compare(
     n = x.numel()
     tolerance = TOLERANCE[dtype] * (1 + 2 / math.sqrt(n)) + score_error
     norm = max(float(ref.norm()), float(terms.norm()))
-    # Below the normal numbers a dtype's steps stop shrinking: half a step for each element.
-    bound = tolerance * norm + math.sqrt(n) * ulp(dtype, 0) / 2
+    bound = tolerance * norm + math.sqrt(n) * least
     if float(error.norm()) > bound:
         return f"relative error {float(error.norm()) / norm:.3g} > {tolerance:.3g}"
     return None
+
+
+def smallest(dtype: torch.dtype) -> float:
+    """What may be lost where numbers end: fp16 has subnormal ones everywhere, the others are flushed."""
+    info = torch.finfo(dtype)
+    return info.tiny * (info.eps if dtype == torch.float16 else 1)
 
 
 def ulp(dtype: torch.dtype, size: float) -> float:

@@ -8,9 +8,11 @@ the rule of ``accuracy``. ``draw`` makes random ones, for hypothesis and ``rando
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import accuracy
@@ -91,66 +93,33 @@ def tensors(p: Problem, device: torch.device | str = "cpu") -> Tensors:
     """The tensors of a problem; the same values on every device."""
     if p.shift and p.head_dim < 2:
         raise ValueError("a shift needs a component of its own")
-    generator = torch.Generator().manual_seed(p.seed)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.float64)
+    random_numbers = torch.Generator().manual_seed(p.seed)
+    rows_q, rows_k, cu_q, cu_k = _rows(p)
+    q = _normal(random_numbers, *rows_q, p.heads_q, p.head_dim) * p.values
+    k = _normal(random_numbers, *rows_k, p.heads_kv, p.head_dim) * p.values
+    v = _normal(random_numbers, *rows_k, p.heads_kv, p.head_dim_v) * p.values
+    dout = _normal(random_numbers, *rows_q, p.heads_q, p.head_dim_v)
+    dlse = _normal(random_numbers, *rows_q[:-1], p.heads_q, rows_q[-1])
+    if p.shift:
+        scale = p.head_dim**-0.5 if p.scale is None else p.scale
+        q[..., 0] = (abs(p.shift) / scale) ** 0.5
+        k[..., 0] = math.copysign((abs(p.shift) / scale) ** 0.5, p.shift)
+    if p.equal_keys and k.shape[-3]:
+        k = k[..., :1, :, :].expand(k.shape).clone()
 
     def lengths(values: Sequence[int] | None) -> Tensor | None:
         return None if values is None else torch.tensor(values, dtype=torch.int32, device=device)
 
-    cu_q = cu_k = None
-    if p.varlen:
-        cu_q, cu_k = ([0], [0])
-        for q_len, k_len in p.lengths:
-            cu_q.append(cu_q[-1] + q_len)
-            cu_k.append(cu_k[-1] + k_len)
-        rows_q, rows_k = (cu_q[-1] + p.tail[0],), (cu_k[-1] + p.tail[1],)
-    else:
-        assert len(set(p.lengths)) <= 1, "a dense problem has one length"
-        rows_q, rows_k = ((len(p.lengths), n) for n in p.longest)
-
-    q = normal(*rows_q, p.heads_q, p.head_dim) * p.values
-    k = normal(*rows_k, p.heads_kv, p.head_dim) * p.values
-    v = normal(*rows_k, p.heads_kv, p.head_dim_v) * p.values
-    if p.shift:
-        scale = p.head_dim**-0.5 if p.scale is None else p.scale
-        q[..., 0] = (abs(p.shift) / scale) ** 0.5
-        k[..., 0] = q.new_tensor(p.shift / scale) / (abs(p.shift) / scale) ** 0.5
-    if p.equal_keys:
-        k = k[..., :1, :, :].expand(k.shape).clone() if k.shape[-3] else k
-    dout = normal(*rows_q, p.heads_q, p.head_dim_v)
-    dlse = normal(*((p.heads_q, *rows_q) if p.varlen else (rows_q[0], p.heads_q, rows_q[1])))
-
-    batch, dtype = len(p.lengths), DTYPE[p.dtype]
-    bias = alibi = sink = None
-    if p.bias is not None:
-        full = (batch, p.heads_q, *p.longest)
-        bias = normal(*(n if kept else 1 for n, kept in zip(full, p.bias, strict=True)))
-        if p.bias_holes:
-            holes = torch.rand(bias.shape, generator=generator) < 1 / 3
-            bias = bias.masked_fill(holes, -torch.inf)
-    if p.alibi is not None:
-        shape = (p.heads_q,) if p.alibi == "heads" else (batch, p.heads_q)
-        alibi = torch.rand(shape, generator=generator).to(device)
-    if p.sink is not None:
-        sink = normal(p.heads_q)
-        if p.sink_off:
-            sink[0] = -torch.inf
-
+    dtype = DTYPE[p.dtype]
     x = Inputs(
         q=_laid_out(q.to(dtype), p.layout, p.varlen, device),
         k=_laid_out(k.to(dtype), p.layout, p.varlen, device, key=True),
         v=_laid_out(v.to(dtype), p.layout, p.varlen, device, key=True),
-        bias=None
-        if bias is None
-        else bias.to(device, dtype if p.bias_dtype == "input" else DTYPE[p.bias_dtype]),
-        alibi_slopes=alibi,
-        sink=None if sink is None else sink.to(device, dtype if p.sink == "input" else DTYPE[p.sink]),
         cu_seqlens_q=lengths(cu_q),
         cu_seqlens_k=lengths(cu_k),
         seqused_q=lengths(p.used_q),
         seqused_k=lengths(p.used_k),
+        **_parameters(p, random_numbers, device),
     )
     if p.dropout_p > 0:
         x = x._replace(dropout_key=philox.fold(torch.tensor([p.seed], device=device)))
@@ -163,6 +132,45 @@ def tensors(p: Problem, device: torch.device | str = "cpu") -> Tensors:
     if p.poison:
         _poison(p, spec, x, dout, dlse)
     return Tensors(spec, x, dout, dlse)
+
+
+def _normal(generator: torch.Generator, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
+def _rows(p: Problem) -> tuple[tuple[int, ...], tuple[int, ...], list[int] | None, list[int] | None]:
+    """Leading dimensions of q and of k, and cu_seqlens of both if the problem is packed."""
+    if not p.varlen:
+        assert len(set(p.lengths)) <= 1, "a dense problem has one length"
+        return *((len(p.lengths), n) for n in p.longest), None, None
+    cu_q, cu_k = (list(accumulate((n[side] for n in p.lengths), initial=0)) for side in (0, 1))
+    return (cu_q[-1] + p.tail[0],), (cu_k[-1] + p.tail[1],), cu_q, cu_k
+
+
+def _parameters(
+    p: Problem, generator: torch.Generator, device: torch.device | str
+) -> dict[str, Tensor | None]:
+    """bias, alibi_slopes and sink."""
+
+    def placed(x: Tensor, dtype: str) -> Tensor:
+        return x.to(device, DTYPE[p.dtype if dtype == "input" else dtype])
+
+    batch, bias, slopes, sink = len(p.lengths), None, None, None
+    if p.bias is not None:
+        full = (batch, p.heads_q, *p.longest)
+        bias = _normal(generator, *(n if kept else 1 for n, kept in zip(full, p.bias, strict=True)))
+        if p.bias_holes:
+            holes = torch.rand(bias.shape, generator=generator) < 1 / 3
+            bias = bias.masked_fill(holes, -torch.inf)
+        bias = placed(bias, p.bias_dtype)
+    if p.alibi is not None:
+        shape = (p.heads_q,) if p.alibi == "heads" else (batch, p.heads_q)
+        slopes = placed(torch.rand(shape, generator=generator), "fp32")
+    if p.sink is not None:
+        sink = placed(_normal(generator, p.heads_q), p.sink)
+        if p.sink_off:
+            sink[0] = -torch.inf
+    return {"bias": bias, "alibi_slopes": slopes, "sink": sink}
 
 
 def _spec_options(p: Problem) -> dict[str, Any]:

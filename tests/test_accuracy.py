@@ -109,7 +109,7 @@ def _compare(x, ref, plain=None, terms=None, dtype=torch.float32, **how):
     x, ref = torch.tensor(x).double(), torch.tensor(ref).double()
     plain = ref if plain is None else torch.tensor(plain).double()
     terms = ref.abs() if terms is None else torch.tensor(terms).double()
-    return accuracy.compare(x, ref, plain, terms, dtype, **how)
+    return accuracy.compare(x, ref, plain, terms, (dtype,), **how)
 
 
 def test_infinities_must_be_in_the_same_places():

@@ -333,6 +333,20 @@ def test_compile_dynamic_varlen():
         same_with_gradients(block, compiled, torch.randn(sum(lengths), 32), **more)
 
 
+def test_compile_dropout_draws_anew_each_call():
+    """A seed that is drawn while tracing would be a constant: the same mask for ever."""
+    q, k, v = (torch.randn(1, 9, 2, 16) for _ in range(3))
+    compiled = torch.compile(
+        lambda *x, seed=None: attention(*x, dropout_p=0.5, seed=seed), fullgraph=True, backend=BACKEND
+    )
+    first, second = compiled(q, k, v), compiled(q, k, v)
+    assert first.isfinite().all() and not torch.equal(first, second)
+    for n in (5, 6):
+        seed = torch.tensor([n, 2])
+        want = attention(q, k, v, dropout_p=0.5, seed=(n, 2))
+        torch.testing.assert_close(compiled(q, k, v, seed=seed), want)
+
+
 def test_compile_returns_lse_and_its_gradient():
     def function(q):
         out, lse = attention(q, q, q, causal=True, return_lse=True)

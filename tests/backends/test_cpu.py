@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from tilewise import attention, mask
 from tilewise.backends.cpu import fa1, fa2, tile
+from tilewise.backends.cpu import threads as tile_threads
 from tilewise.ops import Gradients
 from tilewise.spec import sequences
 
@@ -91,17 +94,13 @@ def test_many_tiles_are_as_exact_as_one(dtype: str, algorithm: str, monkeypatch:
         torch.testing.assert_close(x, one[name], rtol=2 * eps, atol=8 * eps)
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize("threads", [1, 2, 5])
-def test_any_number_of_heads_at_once(threads: int, algorithm: str, monkeypatch: pytest.MonkeyPatch):
-    _set_tiles(monkeypatch, 8, 8)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    problem = replace(EVERYTHING, heads_kv=5, group=2)
-    t = problems.tensors(problem)
-    heads = [part.heads for part in tile.parts(t.spec, t.x) if part.seq.number == 0]
+@pytest.mark.parametrize("keys", [4, 8, 40])
+def test_a_part_has_as_many_heads_as_fill_a_tile(keys: int, monkeypatch: pytest.MonkeyPatch):
+    _set_tiles(monkeypatch, 8, 40)
+    t = problems.tensors(Problem(lengths=((8, keys),), heads_kv=5))
+    heads = [part.heads for part in tile.parts(t.spec, t.x)]
     assert [h for r in heads for h in r] == list(range(5))
-    assert max(map(len, heads)) == threads
-    problems.check(problem, backend="cpu", algorithm=algorithm)
+    assert max(map(len, heads)) == min(40 // keys, 5)
 
 
 bounds = st.none() | st.integers(-9, 30)
@@ -176,6 +175,81 @@ def test_fa1_saves_maximum_and_sum():
         assert ((total >= 1) & (total <= seq.length_k + 1)).all()  # m is the maximum, with the sink
 
 
+# --- threads ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def threads() -> Iterator[Callable[[int], None]]:
+    """Sets PyTorch's number of threads, for one test."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("bias", [None, (True,) * 4, (False,) * 4])
+def test_threads_change_nothing(
+    algorithm: str,
+    bias: tuple[bool, bool, bool, bool] | None,
+    threads: Callable[[int], None],
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """Bit for bit, and in a gradient to which all parts add too."""
+    _set_tiles(monkeypatch, 8, 8)
+    problem = replace(EVERYTHING, bias=bias, heads_kv=3)
+    t = problems.tensors(problem)
+    results = []
+    for count in (1, 3, 3, 2):
+        threads(count)
+        results.append(problems.run(problem, t, backend="cpu", algorithm=algorithm))
+    for got in results[1:]:
+        for name, x in got.items():
+            assert torch.equal(x, results[0][name]), name
+
+
+def test_threads_leave_the_caller_alone(threads: Callable[[int], None]):
+    """Its number of threads, that of threads to come, and its modes."""
+    threads(3)
+    q = torch.randn(1, 300, 4, 8, requires_grad=True)
+    with torch.inference_mode():
+        inferred = attention(q, q, q, backend="cpu")
+    out = attention(q, q, q, backend="cpu")
+    assert torch.equal(out, inferred)
+    assert out.requires_grad and inferred.is_inference() and not out.is_inference()
+    with ThreadPoolExecutor(1) as new:
+        assert new.submit(torch.get_num_threads).result() == torch.get_num_threads() == 3
+
+
+def test_more_threads_than_workers(threads: Callable[[int], None], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(tile_threads, "MOST_WORKERS", 2)
+    threads(5)
+    assert tile_threads.threads_each() == 2
+    seen = []
+    tile_threads.run(lambda _: seen.append(torch.get_num_threads()), range(6))
+    assert seen == [2] * 6
+
+
+def test_an_error_in_a_thread_is_raised(threads: Callable[[int], None]):
+    threads(2)
+    with pytest.raises(ZeroDivisionError):
+        tile_threads.run(lambda n: 1 // n, [2, 1, 0])
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_works_after_a_fork():
+    """The parent's threads do not exist in a child."""
+    program = """
+import os, torch, tilewise
+torch.set_num_threads(2)
+q = torch.randn(1, 300, 4, 8)
+out = tilewise.attention(q, q, q)
+if os.fork() == 0:
+    os._exit(0 if torch.equal(tilewise.attention(q, q, q), out) else 1)
+os._exit(os.waitstatus_to_exitcode(os.wait()[1]))
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=100)
+
+
 # --- memory -----------------------------------------------------------------------------------------
 
 
@@ -197,18 +271,12 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
     return [t for t in tree_leaves(tree) if isinstance(t, torch.Tensor)]
 
 
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.usefixtures("one_thread")
-def test_nothing_of_the_size_of_the_scores(algorithm: str, monkeypatch: pytest.MonkeyPatch):
+def test_nothing_of_the_size_of_the_scores(
+    algorithm: str, threads: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+):
     """Nor a whole input in another dtype: only tiles, and what a few heads need for all their rows."""
+    threads(1)  # the mode sees the operations of its own thread
     _set_tiles(monkeypatch, 16, 16)
     problem = Problem(
         lengths=((200, 200),),

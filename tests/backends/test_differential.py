@@ -57,8 +57,8 @@ def edge_cases() -> Iterator[Any]:
     for n, (name, problem) in enumerate(EDGES.items()):
         for kernel in KERNELS:
             dtypes = ["fp32", "bf16"]
-            if kernel in INTERPRETED:  # which is slow
-                dtypes = ["fp16", "fp32"] if n % 3 == 0 else ["fp16"]
+            if kernel in INTERPRETED:  # slow; fp32 where that is what makes the edge hard
+                dtypes = ["fp16", "fp32"] if n % 3 == 0 or problem.softcap else ["fp16"]
             for dtype in dtypes:
                 p = replace(problem, dtype=dtype, seed=n)
                 if problems.features(p) <= supported(kernel):
