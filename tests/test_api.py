@@ -455,3 +455,16 @@ def test_a_problem_can_be_run_from_its_description():
     t = problems.tensors(p)
     assert torch.equal(problems.run(p, t)["out"], attention(t.x.q, t.x.k, t.x.v, causal=True))
     assert not torch.equal(problems.tensors(again).x.q, t.x.q)
+
+
+def test_torch_deterministic_mode_is_obeyed():
+    """Someone who asks torch for determinism must not get atomic sums from here."""
+    q, k, v = (torch.randn(1, 5, 2, 8) for _ in range(3))
+    assert "deterministic" not in explain(q, k, v).data["features"]
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert "deterministic" in explain(q, k, v).data["features"]
+        compiled = torch.compile(lambda q: attention(q, k, v), fullgraph=True, backend="eager")
+        torch.testing.assert_close(compiled(q), attention(q, k, v))
+    finally:
+        torch.use_deterministic_algorithms(False)

@@ -64,7 +64,8 @@ def attention(
         seqused_q, seqused_k: (B,) int32, how many rows of each sequence count; masks align to them.
         q_descale, k_descale, v_descale: scales of fp8 inputs.
         layout: "bshd" as above, or "bhsd" with heads before length, for q, k, v and the output.
-        deterministic: bitwise equal gradients run to run.
+        deterministic: bitwise equal gradients run to run; also when
+            ``torch.use_deterministic_algorithms`` asks for it.
         algorithm: "fa1", "fa2", "fa3", "fa4" or "auto".
         backend: "cpu", "triton", "hopper", "blackwell" or "auto".
         out: where to write the result, shaped like it; only without gradients.
@@ -282,6 +283,8 @@ def explain(q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> Explanation:
     tensors = {name: keywords.pop(name) for name in Inputs._fields if name in keywords}
     x = Inputs(q, k, v, **tensors)
     check_types(x, keywords)
+    if torch.are_deterministic_algorithms_enabled():
+        keywords["deterministic"] = True
     spec = make_spec(x, window_left=left, window_right=right, **keywords)
     check_values(spec, x)
     data: dict[str, Any] = {"features": sorted(spec.features)}
@@ -297,6 +300,7 @@ def explain(q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> Explanation:
 
 def _call(x: Inputs, options: dict[str, Any], seed: Seed, out: Tensor | None) -> tuple[Tensor, Tensor]:
     check_types(x, options)
+    options["deterministic"] |= torch.are_deterministic_algorithms_enabled()
     if options["dropout_p"] > 0:
         x = x._replace(dropout_key=_dropout_key(seed, x.q.device))
     values = [options[name] for name in ops.OPTION_NAMES]
