@@ -6,8 +6,6 @@
 
 Time: fp32, B=1 H=8 S=4096 D=64. Each pair runs ours and PyTorch's ``scaled_dot_product_attention`` one
 after the other, so that whatever else the machine does hits both; the ratio is the median over pairs.
-Threads that wait for others sleep (OMP_WAIT_POLICY=PASSIVE) instead of spinning: on a machine that
-others use too, spinning threads keep the very thread they wait for from running.
 
 Memory: S=16384, what the process's peak rises by during the call, less what the call returns.
 """
@@ -25,8 +23,6 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is imported
 
 import torch
 from torch import Tensor
@@ -169,7 +165,6 @@ def machine() -> dict[str, object]:
         "threads": torch.get_num_threads(),
         "system": f"{platform.system()} {platform.machine()}",
         "load_before": [round(n, 2) for n in os.getloadavg()],
-        "omp_wait_policy": os.environ["OMP_WAIT_POLICY"],
     }
 
 

@@ -12,7 +12,8 @@ import math
 import torch
 from torch import Tensor
 
-from tilewise.backends.cpu.tile import Sums, exp_, parts
+from tilewise.backends.cpu.threads import run
+from tilewise.backends.cpu.tile import Part, Sums, exp_, parts
 from tilewise.ops import Gradients
 from tilewise.spec import AttentionSpec, Inputs
 
@@ -23,22 +24,27 @@ def forward(spec: AttentionSpec, x: Inputs, out: Tensor, lse: Tensor, saved: Ten
     Fills out, shaped like q with Dv for D, and lse, (B, Hq, Sq) or varlen (Hq, total) in fp32 (fp64
     for fp64 inputs). saved stays empty.
     """
-    for part in parts(spec, x):
-        for i in part.query_blocks():
-            q = part.scaled(part.queries(x.q, i))
-            m, l = part.start(i)
-            o = part.zeros(q.shape[1], spec.head_dim_v)
-            for j, masked in part.key_tiles(i):
-                s = part.scores(q, part.keys(x.k, j), i, j, masked)
-                m_new = torch.maximum(m, s.amax(dim=-1, keepdim=True))
-                p = exp_(s.sub_(m_new))
-                rescale = exp_(m.sub_(m_new))
-                l.mul_(rescale).add_(p.sum(dim=-1, keepdim=True))
-                o.mul_(rescale).baddbmm_(part.dropped(p, part.kept(i, j)), part.keys(x.v, j))
-                m = m_new
-            # l = 0 in a row that saw nothing, and so is o; in any other l >= 1.
-            part.store_queries(out, i, o.div_(l.clamp_min(torch.finfo(l.dtype).tiny)))
-            part.store_rows(lse, i, m + l.log())
+    run(lambda part: _forward(part, out, lse), parts(spec, x))
+
+
+def _forward(part: Part, out: Tensor, lse: Tensor) -> None:
+    q_all, k_all, v_all = part.queries(part.x.q), part.keys(part.x.k), part.keys(part.x.v)
+    for i in part.query_blocks():
+        q = part.scaled(part.load(q_all, i))
+        m, l = part.start(i)
+        o = part.zeros(q.shape[1], part.spec.head_dim_v)
+        for j, masked in part.key_tiles(i):
+            k, v = part.load(k_all, j), part.load(v_all, j)
+            s = part.scores(q, k, i, j, masked)
+            m_new = torch.maximum(m, s.amax(dim=-1, keepdim=True))
+            p = exp_(s.sub_(m_new))
+            rescale = exp_(m.sub_(m_new))
+            l.mul_(rescale).add_(p.sum(dim=-1, keepdim=True))
+            o.mul_(rescale).baddbmm_(part.dropped(p, part.kept(i, j)), v)
+            m = m_new
+        # l = 0 in a row that saw nothing, and so is o; in any other l >= 1.
+        part.store(part.queries(out), i, o.div_(l.clamp_min(torch.finfo(l.dtype).tiny)))
+        part.store(part.rows(lse), i, m + l.log())
 
 
 def backward(
@@ -57,31 +63,49 @@ def backward(
     sink where there are any.
     """
     sums = Sums(spec, grads)
-    for part in parts(spec, x):
-        # exp(s - lse) = 0 in a row that saw nothing, whose lse is -inf.
-        norm = part.rows(lse, part.all_queries)
-        norm = norm.masked_fill(norm == -math.inf, math.inf)
-        delta = torch.empty_like(norm)
-        for i in part.query_blocks():
-            delta[:, part.packed(i)] = part.delta(out, lse, dout, dlse, i)
-        dq = part.zeros(norm.shape[1], spec.head_dim)
-        for j in part.key_blocks():
-            k, v = part.keys(x.k, j), part.keys(x.v, j)
-            dk, dv = part.zeros(len(j), spec.head_dim), part.zeros(len(j), spec.head_dim_v)
-            for i, masked in part.query_tiles(j):
-                rows = part.packed(i)
-                q, do = part.scaled(part.queries(x.q, i)), part.queries(dout, i)
-                slope = part.new_slope(q.shape[1], len(j))
-                p = exp_(part.scores(q, k, i, j, masked, slope).sub_(norm[:, rows]))
-                keep = part.kept(i, j)
-                dv.baddbmm_(part.dropped(p, keep).mT, do)
-                ds = part.weight_gradient(do, v, keep).sub_(delta[:, rows]).mul_(p)
-                sums.add_bias(part, ds, i, j)
-                ds = ds if slope is None else ds.mul_(slope)
-                dk.baddbmm_(ds.mT, q)
-                dq[:, rows] += torch.bmm(ds, k)
-            part.store_keys(grads.k, j, dk)
-            part.store_keys(grads.v, j, dv)
-        part.store_queries(grads.q, part.all_queries, dq.mul_(part.factor))
-        sums.add_sink(part, exp_(part.sink_logits(part.all_queries) - norm), delta)
+    run(
+        lambda part: _backward(part, out, lse, dout, dlse, grads, sums),
+        parts(spec, x),
+        in_order=sums.shared,
+    )
     sums.finish()
+
+
+def _backward(
+    part: Part,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+    grads: Gradients,
+    sums: Sums,
+) -> None:
+    q_all, k_all, v_all = part.queries(part.x.q), part.keys(part.x.k), part.keys(part.x.v)
+    o_all, do_all, lse_all = part.queries(out), part.queries(dout), part.rows(lse)
+    dlse_all = None if dlse is None else part.rows(dlse)
+    # exp(s - lse) = 0 in a row that saw nothing, whose lse is -inf.
+    norm = part.load(lse_all, part.all_queries)
+    norm = norm.masked_fill(norm == -math.inf, math.inf)
+    delta = torch.empty_like(norm)
+    for i in part.query_blocks():
+        delta[:, part.packed(i)] = part.delta(o_all, lse_all, do_all, dlse_all, i)
+    dq = part.zeros(norm.shape[1], part.spec.head_dim)
+    for j in part.key_blocks():
+        k, v = part.load(k_all, j), part.load(v_all, j)
+        dk, dv = part.zeros(len(j), part.spec.head_dim), part.zeros(len(j), part.spec.head_dim_v)
+        for i, masked in part.query_tiles(j):
+            rows = part.packed(i)
+            q, do = part.scaled(part.load(q_all, i)), part.load(do_all, i)
+            slope = part.new_slope(q.shape[1], len(j))
+            p = exp_(part.scores(q, k, i, j, masked, slope).sub_(norm[:, rows]))
+            keep = part.kept(i, j)
+            dv.baddbmm_(part.dropped(p, keep).mT, do)
+            ds = part.weight_gradient(do, v, keep).sub_(delta[:, rows]).mul_(p)
+            sums.add_bias(part, ds, i, j)
+            ds = ds if slope is None else ds.mul_(slope)
+            dk.baddbmm_(ds.mT, q)
+            dq[:, rows] += torch.bmm(ds, k)
+        part.store(part.keys(grads.k), j, dk)
+        part.store(part.keys(grads.v), j, dv)
+    part.store(part.queries(grads.q), part.all_queries, dq.mul_(part.factor))
+    sums.add_sink(part, exp_(part.sink_logits(part.all_queries) - norm), delta)

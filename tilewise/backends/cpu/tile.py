@@ -1,9 +1,9 @@
 """What FlashAttention 1 and 2 share on a CPU: how a problem is cut into tiles, and what one tile is.
 
-A ``Part`` is one sequence and a few of its key/value heads: the batch dimension of every matrix
-product, so that each thread works on a head of its own, as each program of a GPU's grid would. The
-query heads of a group are rows of the same product (row ``i * G + g`` is query i of the group's head
-g), so that keys and values are never expanded.
+A ``Part`` is one sequence and one or, where they are short, some of its key/value heads. Parts are
+independent, like the programs of a GPU's grid: ``threads`` runs them side by side. Their heads are the
+batch dimension of every matrix product; the query heads of a group are rows of the same product (row
+``i * G + g`` is query i of the group's head g), so that keys and values are never expanded.
 
 Shapes below: H key/value heads of the part, G query heads to each, R queries and C keys of a tile.
 Everything is computed in fp32 (fp64 for fp64 inputs), to which tiles are converted as they are loaded.
@@ -12,6 +12,7 @@ Everything is computed in fp32 (fp64 for fp64 inputs), to which tiles are conver
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Iterator
 from functools import lru_cache
 
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 
 from tilewise import mask, philox
+from tilewise.backends.cpu.threads import threads_each
 from tilewise.ops import Gradients
 from tilewise.spec import AttentionSpec, Inputs, Sequence, sequences
 
@@ -40,40 +42,45 @@ def compute_dtype(spec: AttentionSpec) -> torch.dtype:
 
 
 def parts(spec: AttentionSpec, x: Inputs) -> Iterator[Part]:
-    """The problem as independent parts, in each as many heads as give every thread one full tile."""
-    work = Workspace(compute_dtype(spec))
+    """The problem as independent parts, in each as many heads as fill one tile of scores."""
     for seq in sequences(spec, x):
         tile = min(seq.length_q * spec.group, ROWS) * min(seq.length_k, KEYS)
-        step = min(max(torch.get_num_threads() * ROWS * KEYS // max(tile, 1), 1), spec.heads_kv)
+        step = min(max(threads_each() * ROWS * KEYS // max(tile, 1), 1), spec.heads_kv)
         for head in range(0, spec.heads_kv, step):
-            yield Part(spec, x, seq, range(head, min(head + step, spec.heads_kv)), work)
+            yield Part(spec, x, seq, range(head, min(head + step, spec.heads_kv)))
 
 
-class Workspace:
-    """Memory for score tiles, used again and again: fresh pages cost more than the arithmetic."""
+class Workspace(threading.local):
+    """Memory for tiles, kept: fresh pages cost a thread as much as the arithmetic on them.
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
-        self.buffers: dict[str, Tensor] = {}
+    Each thread has its own, some 512 KiB for a name.
+    """
 
-    def take(self, name: str, *shape: int) -> Tensor:
-        """An uninitialised contiguous tensor; the same memory for the same name."""
+    def __init__(self) -> None:
+        self.buffers: dict[tuple[str, torch.dtype], Tensor] = {}
+
+    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """An uninitialised contiguous tensor; the same memory each time for the same name."""
         size = math.prod(shape)
-        if name not in self.buffers or self.buffers[name].numel() < size:
-            self.buffers[name] = torch.empty(size, dtype=self.dtype, device="cpu")
-        return self.buffers[name][:size].view(shape)
+        buffer = self.buffers.get((name, dtype))
+        if buffer is None or buffer.numel() < size:
+            with torch.inference_mode(False):  # what that mode makes is of no use outside it
+                buffer = self.buffers[name, dtype] = torch.empty(size, dtype=dtype, device="cpu")
+        return buffer[:size].view(shape)
+
+
+_workspace = Workspace()
 
 
 class Part:
     """One sequence, some heads. Tiles are ranges of positions: ``i`` of queries, ``j`` of keys."""
 
-    def __init__(
-        self, spec: AttentionSpec, x: Inputs, seq: Sequence, heads: range, work: Workspace
-    ) -> None:
-        self.spec, self.x, self.seq, self.heads, self.work = spec, x, seq, heads, work
+    def __init__(self, spec: AttentionSpec, x: Inputs, seq: Sequence, heads: range) -> None:
+        self.spec, self.x, self.seq, self.heads = spec, x, seq, heads
         self.group = spec.group
         self.heads_q = range(heads.start * spec.group, heads.stop * spec.group)
-        self.dtype = work.dtype
+        self.dtype = compute_dtype(spec)
+        self.query_step = max(ROWS // spec.group, 1)
         self.all_queries = range(seq.length_q)
 
     # Which tiles there are
@@ -82,7 +89,7 @@ class Part:
         """All queries in tiles that lie either inside the span of those that see a key or outside."""
         left, right = self.spec.window
         span = mask.key_span(self.seq.length_k, self.seq.length_q, right, left)
-        return _blocks(self.seq.length_q, span, max(ROWS // self.group, 1))
+        return _blocks(self.seq.length_q, span, self.query_step)
 
     def key_blocks(self) -> Iterator[range]:
         """All keys in tiles that lie either inside the span of those that are seen or outside."""
@@ -98,31 +105,31 @@ class Part:
         """The queries that see keys ``j``, in tiles; with each, whether it needs an element mask."""
         sq, sk, (left, right) = self.seq.length_q, self.seq.length_k, self.spec.window
         bounds = mask.key_tiles(j.start, j.stop, sk, sq, right, left, 1)
-        return _cut(bounds, max(ROWS // self.group, 1))
+        return _cut(bounds, self.query_step)
 
-    # Loads and stores
+    # Loads and stores. The part's view of any tensor is (H, positions, G or 1, width).
 
-    def queries(self, t: Tensor, i: range) -> Tensor:
-        """Load a tile of q, out or dout: (H, R G, D)."""
-        return self._queries(t, i).reshape(len(self.heads), len(i) * self.group, -1).to(self.dtype)
+    def queries(self, t: Tensor) -> Tensor:
+        """The part's view of q, out or one of their gradients."""
+        t = self.seq.queries(t)[:, self.heads_q.start : self.heads_q.stop]
+        return t.unflatten(1, (len(self.heads), self.group)).transpose(0, 1)
 
-    def keys(self, t: Tensor, j: range) -> Tensor:
-        """Load a tile of k or v: (H, C, D)."""
-        return self._keys(t, j).to(self.dtype)
+    def keys(self, t: Tensor) -> Tensor:
+        """The part's view of k, v or one of their gradients."""
+        t = self.seq.keys(t)[:, self.heads.start : self.heads.stop]
+        return t.transpose(0, 1).unsqueeze(2)
 
-    def rows(self, t: Tensor, i: range) -> Tensor:
-        """Load a statistic of each row, lse for one: (H, R G, 1)."""
-        return self._rows(t, i).reshape(len(self.heads), len(i) * self.group, 1).to(self.dtype)
+    def rows(self, t: Tensor) -> Tensor:
+        """The part's view of a statistic of each row, lse for one."""
+        t = self.seq.rows(t)[self.heads_q.start : self.heads_q.stop]
+        return t.unflatten(0, (len(self.heads), self.group)).transpose(1, 2).unsqueeze(-1)
 
-    def store_queries(self, t: Tensor, i: range, tile: Tensor) -> None:
-        target = self._queries(t, i)
-        target.copy_(tile.view(target.shape))
+    def load(self, view: Tensor, where: range) -> Tensor:
+        """A tile of a view: (H, R G, width) of queries, (H, C, width) of keys."""
+        return view[:, where.start : where.stop].flatten(1, 2).to(self.dtype)
 
-    def store_keys(self, t: Tensor, j: range, tile: Tensor) -> None:
-        self._keys(t, j).copy_(tile)
-
-    def store_rows(self, t: Tensor, i: range, tile: Tensor) -> None:
-        target = self._rows(t, i)
+    def store(self, view: Tensor, where: range, tile: Tensor) -> None:
+        target = view[:, where.start : where.stop]
         target.copy_(tile.view(target.shape))
 
     def packed(self, i: range) -> slice:
@@ -132,17 +139,9 @@ class Part:
     def zeros(self, rows: int, width: int) -> Tensor:
         return torch.zeros(len(self.heads), rows, width, dtype=self.dtype, device="cpu")
 
-    def _queries(self, t: Tensor, i: range) -> Tensor:  # (H, R, G, D)
-        tile = self.seq.queries(t)[i.start : i.stop, self.heads_q.start : self.heads_q.stop]
-        return tile.unflatten(1, (len(self.heads), self.group)).transpose(0, 1)
-
-    def _keys(self, t: Tensor, j: range) -> Tensor:  # (H, C, D)
-        tile = self.seq.keys(t)[j.start : j.stop, self.heads.start : self.heads.stop]
-        return tile.transpose(0, 1)
-
-    def _rows(self, t: Tensor, i: range) -> Tensor:  # (H, R, G)
-        tile = self.seq.rows(t)[self.heads_q.start : self.heads_q.stop, i.start : i.stop]
-        return tile.unflatten(0, (len(self.heads), self.group)).transpose(1, 2)
+    def new_tile(self, name: str, rows: int, columns: int) -> Tensor:
+        """Workspace, (H, rows, columns): it lasts until the next one of this name."""
+        return _workspace.take(name, (len(self.heads), rows, columns), self.dtype)
 
     # One tile of scores
 
@@ -179,19 +178,18 @@ class Part:
         q: from ``scaled``. slope: where to write the softcap's derivative by the product, from
             ``new_slope``. The result is workspace: it lasts until the next call.
         """
-        s = torch.bmm(q, k.mT, out=self.work.take("scores", len(self.heads), q.shape[1], len(j)))
+        s = torch.bmm(q, k.mT, out=self.new_tile("scores", q.shape[1], len(j)))
         if self.spec.softcap is not None:
             s.tanh_()
             if slope is not None:
                 torch.mul(s, s, out=slope).neg_().add_(1).mul_(self.spec.softcap)
             s.mul_(self.spec.softcap)
-        s4 = self._unpacked(s)
         if self.x.bias is not None:
-            s4.add_(self.bias_tile(self.x.bias, i, j))
+            self._unpacked(s).add_(self.bias_tile(self.x.bias, i, j))
         if self.x.alibi_slopes is not None:
-            s4.addcmul_(self._slopes(), self._distance(i, j), value=-1)
+            self._unpacked(s).addcmul_(self._slopes(), self._distance(i, j), value=-1)
         if masked:
-            s4.masked_fill_(self._hidden(i, j), -math.inf)
+            self._unpacked(s).masked_fill_(self._hidden(i, j), -math.inf)
         return s
 
     def _unpacked(self, tile: Tensor) -> Tensor:
@@ -249,32 +247,31 @@ class Part:
         """A tile of weights, or of their gradients, after dropout; p itself stays as it is."""
         if keep is None:
             return p
-        p = torch.mul(p, philox.keep_scale(self.spec.dropout_p), out=self.work.take("dropped", *p.shape))
-        self._unpacked(p).mul_(keep)
-        return p
+        dropped = self.new_tile("dropped", *p.shape[1:])
+        torch.mul(p, philox.keep_scale(self.spec.dropout_p), out=dropped)
+        self._unpacked(dropped).mul_(keep)
+        return dropped
 
     # Gradients
 
-    def delta(self, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, i: range) -> Tensor:
-        """rowsum(dO * O), less the gradient of the log-sum-exp: (H, R G, 1).
+    def delta(self, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None, i: range) -> Tensor:
+        """rowsum(dO * O), less the gradient of the log-sum-exp, from the views of all: (H, R G, 1).
 
         Both reach a score s with weight p: ds = p (dp - rowsum(dO * O)) + p dlse.
         """
-        delta = (self.queries(dout, i) * self.queries(out, i)).sum(dim=-1, keepdim=True)
+        delta = (self.load(do, i) * self.load(o, i)).sum(dim=-1, keepdim=True)
         if dlse is None:
             return delta
         # A row that saw nothing has the constant -inf for its log-sum-exp.
-        return (delta - self.rows(dlse, i)).masked_fill_(self.rows(lse, i) == -math.inf, 0)
+        return (delta - self.load(dlse, i)).masked_fill_(self.load(lse, i) == -math.inf, 0)
 
     def new_slope(self, rows: int, columns: int) -> Tensor | None:
-        if self.spec.softcap is None:
-            return None
-        return self.work.take("slope", len(self.heads), rows, columns)
+        return None if self.spec.softcap is None else self.new_tile("slope", rows, columns)
 
     def weight_gradient(self, do: Tensor, v: Tensor, keep: Tensor | None) -> Tensor:
         """dP = dO V^T where dropout kept the weight, else 0: (H, R G, C), workspace."""
-        shape = len(self.heads), do.shape[1], v.shape[1]
-        return self.dropped(torch.bmm(do, v.mT, out=self.work.take("gradient", *shape)), keep)
+        dp = torch.bmm(do, v.mT, out=self.new_tile("gradient", do.shape[1], v.shape[1]))
+        return self.dropped(dp, keep)
 
 
 class Sums:
@@ -282,13 +279,16 @@ class Sums:
 
     def __init__(self, spec: AttentionSpec, grads: Gradients) -> None:
         self.grads = grads
-        self.bias, self.sink = (
-            None if t is None else torch.zeros_like(t, dtype=compute_dtype(spec))
-            for t in (grads.bias, grads.sink)
-        )
-        full = (spec.batch, spec.heads_q, spec.max_seqlen_q, spec.max_seqlen_k)
-        if grads.bias is not None and grads.bias.shape == full:
-            self.bias = grads.bias  # one tile to each element: no second tensor of that size
+        self.bias = self.sink = None
+        self.shared = False  # whether parts add to the same elements
+        if grads.bias is not None:
+            whole = (spec.batch, spec.heads_q, spec.max_seqlen_q, spec.max_seqlen_k)
+            self.shared = grads.bias.shape[:2] != whole[:2]
+            # If an element is one tile's alone, it needs no second tensor of that size.
+            alone = grads.bias.shape == whole
+            self.bias = grads.bias if alone else torch.zeros_like(grads.bias, dtype=compute_dtype(spec))
+        if grads.sink is not None:
+            self.sink = grads.sink.new_zeros(spec.batch, spec.heads_q, dtype=compute_dtype(spec))
 
     def add_bias(self, part: Part, ds: Tensor, i: range, j: range) -> None:
         """ds: (H, R G, C), the gradient of a tile of scores."""
@@ -300,13 +300,14 @@ class Sums:
         """weight: the sink's share of each row, (H, R G, 1): it has no value, so its dp is 0."""
         if self.sink is not None:
             by_row = (weight * -delta).unflatten(1, (-1, part.group))
-            self.sink[part.heads_q.start : part.heads_q.stop] += by_row.sum(dim=1).flatten()
+            heads = slice(part.heads_q.start, part.heads_q.stop)
+            self.sink[part.seq.number, heads] += by_row.sum(dim=1).flatten()
 
     def finish(self) -> None:
-        for total, target in ((self.bias, self.grads.bias), (self.sink, self.grads.sink)):
-            if target is not None and total is not target:
-                assert total is not None
-                target.copy_(total)
+        if self.grads.bias is not None and self.bias is not None:
+            self.grads.bias.copy_(self.bias)
+        if self.grads.sink is not None and self.sink is not None:
+            self.grads.sink.copy_(self.sink.sum(dim=0))
 
 
 @lru_cache(maxsize=8)  # the tiles along a diagonal are all alike
