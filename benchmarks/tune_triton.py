@@ -2,8 +2,8 @@
 
     python benchmarks/tune_triton.py fa2_forward --head-dim 128 --seqlen 512,2048,8192
 
-Prints the best tiles of each cell in TFLOP/s. Compiles in parallel first; a tile that does not fit is left
-out. 16k tokens, 2048 / D heads, bf16; a backward is timed whole, with the kernels around it.
+Prints the best tiles of each cell in TFLOP/s. Compiles in parallel first; a tile that does not fit is
+left out. 16k tokens, 2048 / D heads, bf16; a backward is timed whole, with the kernels around it.
 """
 
 from __future__ import annotations
