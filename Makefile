@@ -46,5 +46,5 @@ $(READY): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	if nvidia-smi >/dev/null 2>&1; then $(BIN)/pip install --quiet torch; \
 	else $(BIN)/pip install --quiet torch==2.13.0; fi
-	$(BIN)/pip install --quiet --editable '.[cli,bench,dev]'
+	$(BIN)/pip install --quiet --editable '.[cli,bench,sim,dev]'
 	touch $@

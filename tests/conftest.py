@@ -23,6 +23,12 @@ hypothesis.settings.register_profile("thorough", deadline=None, max_examples=100
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--sim-seeds", type=int, default=5, help="schedules per simulated kernel (20 in CI; default: 5)"
+    )
+
+
 def pytest_configure() -> None:
     poison.install()
 

@@ -23,6 +23,7 @@ EXTRAS = {
     "cli": {"typer", "rich"},
     "demo/picture.py": {"matplotlib"},
     "perf/plot.py": {"matplotlib"},
+    "sim/": {"numpy", "ml_dtypes", "greenlet"},
     "perf/roofline_picture.py": {"matplotlib"},
 }
 
@@ -93,7 +94,7 @@ def test_the_version_is_one():
 def test_imports_are_dependencies(path):
     place = path.relative_to(PACKAGE).as_posix()
     allowed = {"tilewise", "torch"} | set(sys.stdlib_module_names)
-    allowed |= {"triton"} if place.startswith(("backends/", "gluon/")) else set()
+    allowed |= {"triton"} if place.startswith(("backends/", "gluon/", "sim/")) else set()
     for owner, packages in EXTRAS.items():
         allowed |= packages if place.startswith(owner) else set()
     imported = set()

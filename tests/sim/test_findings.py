@@ -1,0 +1,199 @@
+"""Every kind of finding: a small kernel with that defect, and what is said of it."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from kernels import broken, features, turns
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from tilewise import sim
+from tilewise.sim import Report
+
+SEEDS = range(6)
+
+
+def findings(kernel: Any, *args: Any, grid: Any = (1,), **options: Any) -> dict[str, str]:
+    """Kind -> first text, over a few seeds."""
+    found: dict[str, str] = {}
+    for seed in SEEDS:
+        report = sim.launch(kernel, grid, args, seed=seed, num_warps=4, **options)
+        for f in report.findings:
+            found.setdefault(f.kind, str(f))
+            assert f.seed == seed
+            for site in f.sites:
+                assert str(site) in f.text or f.kind == "deadlock", f
+    return found
+
+
+def with_tiles(kernel: Any) -> dict[str, str]:
+    return findings(kernel, *broken.descriptors())
+
+
+@pytest.mark.parametrize(
+    ("kernel", "kind", "sites"),
+    [
+        (broken.no_wait, "race", ["no_wait", "tile_in"]),
+        (broken.no_fence, "fence", ["no_fence", "no_fence"]),
+        (broken.overwritten_store, "race", ["overwritten_store", "overwritten_store"]),
+        (broken.store_not_waited_for, "exit", ["store_not_waited_for"]),
+        (broken.too_few_bytes, "deadlock", ["too_few_bytes"]),
+        (broken.load_not_waited_for, "exit", ["tile_in"]),
+        (broken.arrives_twice, "barrier", ["arrives_twice"]),
+        (broken.never_initialised, "barrier", ["never_initialised"]),
+        (broken.nobody_wrote, "uninit", ["nobody_wrote"]),
+        (broken.half_written, "uninit", ["half_written"]),
+        (broken.stage_beyond_the_last, "bounds", ["stage_beyond_the_last"]),
+        (broken.lapped, "lap", ["leader"]),
+    ],
+    ids=lambda x: x.fn.__name__ if hasattr(x, "fn") else None,
+)
+def test_memory_and_barriers(kernel: Any, kind: str, sites: list[str]) -> None:
+    found = with_tiles(kernel)
+    assert kind in found, found
+    named = re.findall(r"(\w+):\d+", found[kind])
+    for site in sites:
+        assert site in named, found[kind]
+    assert "seed" in found[kind]
+
+
+def test_a_deadlock_names_everyone_and_what_is_missing() -> None:
+    text = with_tiles(broken.too_few_bytes)["deadlock"]
+    assert "full, parity 0" in text
+    assert "0 of 1 arrivals and 4096 bytes are missing" in text
+    assert "arrived too_few_bytes:" in text
+
+
+@pytest.mark.parametrize(("what", "kind"), [(0, "register"), (1, "exit"), (2, "register")])
+def test_registers_of_an_mma(what: int, kind: str) -> None:
+    a, _ = broken.descriptors(64, 64, torch.bfloat16)
+    found = findings(broken.product, a, torch.zeros(64, 64), what)
+    assert kind in found, found
+    assert found[kind].count("product:") == 2 or kind == "exit"
+
+
+def test_a_right_product_is_not_reported() -> None:
+    a, _ = broken.descriptors(64, 64, torch.bfloat16)
+    y = torch.zeros(64, 64)
+    assert not findings(broken.product, a, y, 3)
+    assert torch.equal(y, torch.full((64, 64), 64.0))
+
+
+def ring(tiles: int = 6, early: bool = False, late: bool = False, consumers: int = 1) -> dict[str, str]:
+    return findings(broken.ring_kernel, *broken.descriptors(), tiles, early, late, consumers)
+
+
+def test_a_right_ring() -> None:
+    assert not ring()
+
+
+def test_ring_released_early_names_stage_and_tile() -> None:
+    text = ring(early=True)["race"]
+    assert re.search(r"stage [01] of X", text)
+    assert re.search(r"use:\d+ in 0:use, tile \d", text)
+    assert re.search(r"produce:\d+ \(load\) in 1:produce, tile \d", text)
+
+
+def test_ring_filled_without_waiting() -> None:
+    assert "race" in ring(late=True)
+
+
+def test_ring_with_a_missing_consumer() -> None:
+    text = ring(consumers=2)["deadlock"]
+    assert "0:use waits for X.full[0]" in text
+    assert "1:produce waits for X.empty[0]" in text
+    assert "1 of 2 arrivals and 0 bytes are missing" in text
+
+
+def test_named_barriers_order_and_can_hang() -> None:
+    y = torch.zeros(128)
+    assert not findings(broken.named_barrier, y, True)
+    assert (y == 3).all()
+    found = findings(broken.named_barrier, y, False)
+    assert "race" in found
+    assert "named barrier 9" in found["deadlock"]
+    assert "128 of 256 have arrived" in found["deadlock"]
+
+
+def test_addresses_and_numbers() -> None:
+    y = torch.zeros(128)
+    assert "128 addresses lie outside y_ptr" in findings(broken.out_of_bounds, y, 64)["bounds"]
+    assert "does not fit int32" in findings(broken.too_large, y, 5000)["overflow"]
+    assert "N is negative" in findings(broken.asserts, y, 5)["assert"]
+
+
+def test_spinning_is_a_livelock() -> None:
+    flag = torch.zeros(1, dtype=torch.int32)
+    assert "waits_for_ever:" in findings(broken.waits_for_ever, flag, 1)["livelock"]
+
+
+@pytest.mark.skipif(not hasattr(gl, "atomic_poll"), reason="needs Triton 3.9")
+def test_polling_is_a_deadlock() -> None:
+    flag = torch.zeros(1, dtype=torch.int32)
+    assert "to become 1" in findings(broken.polls_for_ever, flag, 1).get("deadlock", "")
+
+
+def test_a_loop_without_operations_is_stopped() -> None:
+    y = torch.zeros(128)
+    report = sim.launch(broken.never_comes_back, (1,), (y, 1), watchdog_seconds=0.3)
+    assert report.kinds == {"livelock"}
+    assert "never_comes_back" in str(report)
+
+
+def test_order_between_programs() -> None:
+    found = findings(broken.add_without_turns, torch.zeros(128), 0, grid=(3,), together=True)
+    assert found["global"].count("add_without_turns:") == 2
+    flag = torch.zeros(1, dtype=torch.int32)
+    text = ""
+    for seed in SEEDS:
+        flag.zero_()
+        args = (torch.zeros(128), flag)
+        report = sim.launch(broken.flag_without_release, (2,), args, seed=seed, together=True)
+        text += str(report)
+    assert "[global]" in text
+
+
+def test_findings_replay() -> None:
+    def once(seed: int) -> Report:
+        args = (*broken.descriptors(), 6, True, False, 1)
+        return sim.launch(broken.ring_kernel, (1,), args, seed=seed)
+
+    assert [str(f) for f in once(3).findings] == [str(f) for f in once(3).findings]
+
+
+def test_check_stops_at_the_first_failing_seed() -> None:
+    with pytest.raises(sim.SimulationError, match=r"seed \d"):
+        sim.check(lambda: broken.ring_kernel[(1,)](*broken.descriptors(), 6, True, False, 1), seeds=10)
+    with pytest.raises(AssertionError, match="wrong result with seed 0"):
+        sim.check(
+            lambda: turns.turns(torch.ones(2, 128)),
+            2,
+            lambda y: (_ for _ in ()).throw(AssertionError()),
+            together=True,
+        )
+
+
+def test_options_are_checked() -> None:
+    with pytest.raises(ValueError, match="arch"):
+        sim.launch(broken.asserts, (1,), (torch.zeros(1), 1), arch="pascal")
+    with pytest.raises(TypeError, match="does not exist on ampere"):
+        sim.launch(broken.no_wait, (1,), broken.descriptors(), arch="ampere")
+    assert not sim.launch(
+        features.features_kernel,
+        (1,),
+        (torch.zeros(8), torch.zeros(8), torch.zeros(1, dtype=torch.int32), 8, 128),
+    ).findings
+
+
+@gluon.jit
+def unknown_operation(x_ptr: Any) -> None:
+    gl.fp4_to_fp(gl.load(x_ptr), gl.float16, 0)
+
+
+def test_what_is_not_simulated_says_so() -> None:
+    with pytest.raises(NotImplementedError, match="fp4_to_fp"):
+        sim.launch(unknown_operation, (1,), (torch.zeros(128),))

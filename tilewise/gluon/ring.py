@@ -1,0 +1,91 @@
+"""A ring buffer: stages of shared memory that one partition fills by TMA and others use.
+
+    ring = make_ring("K", gl.bfloat16, [128, 64], desc.layout, STAGES, CONSUMERS)
+
+    producer, for every i:   ring.acquire(i, nbytes)           wait until stage i is free, announce its
+    bytes
+                             ring.load(i, desc, [row, 0])      (tma_load into it; several are allowed)
+    consumer, for every i:   tile = ring.wait_full(i)
+                             ...                               use tile
+                             ring.release(i)                   all of it is read: the stage is free
+
+`i` counts tiles from 0 without end; which stage and which phase that is, is hidden here.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from tilewise.gluon.compat import aggregate, at_tile, label, label_stages, tma_load
+
+
+@aggregate
+class Ring:
+    buffer: gl.shared_memory_descriptor  # [stages, *tile]
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+    stages: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, buffer, full, empty, stages):
+        self.buffer = buffer
+        self.full = full
+        self.empty = empty
+        self.stages = gl.constexpr(stages)
+
+    @gluon.jit
+    def stage(self, i):
+        """The buffer of tile i."""
+        return self.buffer.index(i % self.stages)
+
+    @gluon.jit
+    def acquire(self, i, nbytes):
+        """Producer: wait until the stage of tile i is free; `nbytes` will be copied into it."""
+        at_tile(i)
+        st = i % self.stages
+        mbarrier.wait(self.empty.index(st), ((i // self.stages) & 1) ^ 1)
+        mbarrier.expect(self.full.index(st), nbytes)
+
+    @gluon.jit
+    def load(self, i, desc, coord):
+        """Producer: copy a tile into the stage of tile i."""
+        st = i % self.stages
+        tma_load(desc, coord, self.full.index(st), self.buffer.index(st))
+
+    @gluon.jit
+    def wait_full(self, i):
+        """Consumer: wait until tile i has arrived; returns its buffer."""
+        at_tile(i)
+        st = i % self.stages
+        mbarrier.wait(self.full.index(st), (i // self.stages) & 1)
+        return self.buffer.index(st)
+
+    @gluon.jit
+    def release(self, i):
+        """Consumer: tile i is no longer needed."""
+        mbarrier.arrive(self.empty.index(i % self.stages), count=1)
+
+
+@gluon.jit
+def make_ring(
+    name: gl.constexpr,
+    dtype: gl.constexpr,
+    tile: gl.constexpr,
+    layout: gl.constexpr,
+    stages: gl.constexpr,
+    consumers: gl.constexpr,
+):
+    """Allocate a ring and initialise its barriers.
+
+    tile: shape of one stage. consumers: how many partitions release each tile.
+    """
+    buffer = gl.allocate_shared_memory(dtype, [stages] + tile, layout)
+    full = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(stages):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=consumers)
+    label_stages(buffer, name)
+    label(full, name + ".full")
+    label(empty, name + ".empty")
+    return Ring(buffer, full, empty, stages)

@@ -1,0 +1,281 @@
+"""Run a `@gluon.jit` kernel's own Python function with the language replaced by the simulator."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import itertools
+import types
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import torch
+from triton.experimental.gluon import language as real
+from triton.runtime import jit as triton_jit
+
+from tilewise.sim import hopper, names
+from tilewise.sim.control import runtime_range
+from tilewise.sim.cost import RandomCost
+from tilewise.sim.cta import Cluster, Cta
+from tilewise.sim.engine import Engine, Partition
+from tilewise.sim.findings import Report
+from tilewise.sim.global_memory import Descriptor, GlobalTensor
+from tilewise.sim.options import Options
+from tilewise.sim.values import BOOL, F32, I32, I64, Pointer, scalar
+
+_BUILTIN = "__triton_builtin__"
+_defaults = Options()
+
+
+@contextlib.contextmanager
+def configure(**options: Any) -> Iterator[None]:
+    """Change the options of every launch inside; see `Options`."""
+    global _defaults
+    previous = _defaults
+    _defaults = replace(_defaults, **options)
+    try:
+        yield
+    finally:
+        _defaults = previous
+
+
+def launch(
+    kernel: Any, grid: Sequence[int] | Callable[..., Any], args: Sequence[Any], **keywords: Any
+) -> Report:
+    """Simulate `kernel[grid](*args, **keywords)`.
+
+    kernel: a `@gluon.jit` function. grid: program counts, or a function of the arguments. args: CPU
+    tensors (changed in place, as on the GPU), Gluon's TensorDescriptor, numbers, tuples, constants.
+    keywords: further arguments of the kernel, launch options (num_warps, num_ctas, maxnreg), and any
+    field of `Options`, such as seed=0, arch="hopper", together=True.
+
+    Returns a Report; call its `raise_if_any()` to insist that nothing was found.
+    """
+    fields = Options.__dataclass_fields__
+    parameters = {p.name: p for p in kernel.params}
+    chosen = {k: keywords.pop(k) for k in list(keywords) if k in fields and k not in parameters}
+    options = replace(_defaults, **chosen)
+    signature = inspect.signature(kernel.fn)
+    bound = signature.bind(*args, **{k: v for k, v in keywords.items() if k in parameters})
+    bound.apply_defaults()
+    settings = {k: v for k, v in keywords.items() if k not in parameters}
+    binder = Rebinder(options.arch)
+    call = []
+    for name, value in bound.arguments.items():
+        constant = parameters[name].is_constexpr
+        call.append(binder.rebind(value) if constant else argument(value, name))
+    if callable(grid):
+        grid = grid(dict(bound.arguments))
+    sizes: Any = grid
+    x, y, z = (*(int(n) for n in sizes), 1, 1)[:3]
+    programs = [(i, j, k) for k, j, i in itertools.product(range(z), range(y), range(x))]
+    if options.programs is not None:
+        programs = [p for p in programs if p in options.programs]
+    if options.limit is not None:
+        programs = programs[: options.limit]
+    function = binder.rebind(kernel)
+    return _run(kernel.fn.__name__, function, call, programs, (x, y, z), settings, options)
+
+
+def _run(
+    name: str,
+    function: Any,
+    call: list[Any],
+    programs: list[tuple[int, int, int]],
+    grid: tuple[int, int, int],
+    settings: dict[str, Any],
+    options: Options,
+) -> Report:
+    report = Report(name, options.seed)
+    num_warps, num_ctas = int(settings.get("num_warps", 4)), int(settings.get("num_ctas", 1))
+    groups = [programs] if options.together else [[p] for p in programs]
+    for group in groups:
+        cost = options.cost(group[0]) if options.cost else RandomCost(f"{options.seed} {group[0]}")
+        engine = Engine(cost, options)
+        report.engines.append(engine)
+        mains = []
+        for program in group:
+            cluster = Cluster(num_ctas)
+            mains += [Cta(engine, program, grid, num_warps, cluster, settings) for _ in range(num_ctas)]
+        for cta in mains:
+            cta.main = Partition(cta, name, function, call, {}, num_warps)
+            cta.main.start()
+        engine.run()
+        report.findings += engine.findings
+        if report.findings and options.stop_at_first:
+            break
+    return report
+
+
+def argument(value: Any, name: str) -> Any:
+    """A run-time argument as the kernel sees it."""
+    if isinstance(value, torch.Tensor):
+        return Pointer(GlobalTensor(value, name))
+    if hasattr(value, "block_shape") and hasattr(value, "base"):
+        memory = GlobalTensor(value.base, name)
+        return Descriptor(
+            memory, value.shape, value.strides, value.block_shape, value.layout, value.padding
+        )
+    if isinstance(value, bool):
+        return scalar(value, BOOL)
+    if isinstance(value, int):
+        return scalar(value, I32 if -(2**31) <= value < 2**31 else I64)
+    if isinstance(value, float):
+        return scalar(value, F32)
+    if isinstance(value, tuple):
+        items = [argument(v, f"{name}[{i}]") for i, v in enumerate(value)]
+        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+    if value is None or isinstance(value, real.constexpr):
+        return getattr(value, "value", value)
+    raise TypeError(f"argument {name} of type {type(value).__name__}")
+
+
+@contextlib.contextmanager
+def intercept(**options: Any) -> Iterator[list[Report]]:
+    """Host code inside runs unchanged: `kernel[grid](...)` of any Gluon kernel is simulated.
+
+    Yields the list to which the reports of the launches are appended.
+    """
+    reports: list[Report] = []
+    original = triton_jit.JITFunction.run
+
+    def run(self: Any, *args: Any, grid: Any, warmup: bool, **keywords: Any) -> Any:
+        if not self.is_gluon():
+            return original(self, *args, grid=grid, warmup=warmup, **keywords)
+        reports.append(launch(self, grid, args, **keywords))
+        return reports[-1]
+
+    with configure(**options), mock.patch.object(triton_jit.JITFunction, "run", run):
+        yield reports
+
+
+class Jitted:
+    """A jit function inside the simulator: called like any other."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.fn, self.__name__ = function, function.__name__
+
+    def __call__(self, *args: Any, **keywords: Any) -> Any:
+        return self.fn(*args, **keywords)
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        return self if instance is None else types.MethodType(self, instance)
+
+
+class _Semantic:
+    """What a kernel's own @builtin function asks of `_semantic`."""
+
+    builder = hopper.Builder()
+
+    @staticmethod
+    def _convert_to_ir_values(values: Any, require_i64: bool = False) -> Any:
+        return values
+
+    @staticmethod
+    def to_tensor(value: Any) -> Any:
+        return value
+
+
+class Rebinder:
+    """Copies functions with their globals replaced; every object is copied once."""
+
+    def __init__(self, arch: str) -> None:
+        self.arch = arch
+        self.table = names.replacements(arch)
+        self.memo: dict[Any, Any] = {}
+        self.alive: list[Any] = []  # ids are only unique among the living
+
+    def rebind(self, obj: Any) -> Any:
+        """The simulated counterpart of anything that a kernel may refer to."""
+        if id(obj) in self.table:
+            return self.table[id(obj)]
+        if isinstance(obj, types.ModuleType):
+            return names.Namespace(obj, self.arch) if names.is_language(obj) else obj
+        kind = type(obj).__name__
+        if isinstance(obj, triton_jit.JITFunction) or kind == "InterpretedFunction":
+            return self._jitted(obj)
+        if kind == "ConstexprFunction":
+            library = obj.fn.__module__.startswith("triton.")
+            return _plain(obj.fn) if library else self._function(obj.fn)
+        if getattr(obj, "__triton_aggregate__", False) and isinstance(obj, type):
+            return self._aggregate(obj)
+        if getattr(obj, _BUILTIN, False) and isinstance(obj, types.FunctionType):
+            if obj.__module__.startswith("triton."):
+                return names.stand_in(obj, self.arch, f"{obj.__module__}.{obj.__name__}")
+            return lambda *a, **k: obj(*a, **k, _semantic=_Semantic())
+        if obj is real.constexpr or isinstance(obj, real.constexpr):
+            return names.stand_in(obj, self.arch, "constexpr")
+        if type(obj) in (tuple, list):
+            return type(obj)(self.rebind(x) for x in obj)
+        return obj
+
+    def _jitted(self, jit: Any) -> Any:
+        if id(jit) not in self.memo:
+            self.alive.append(jit)
+            made = self._function(jit.fn, lambda new: self.memo.update({id(jit): Jitted(new)}))
+            self.memo[id(jit)] = Jitted(made)
+        return self.memo[id(jit)]
+
+    def _function(self, fn: Any, early: Callable[[Any], None] = lambda new: None) -> Any:
+        key = ("globals", id(fn.__globals__))
+        fresh = key not in self.memo
+        space = self.memo.setdefault(key, {})
+        cells = tuple(types.CellType() for _ in fn.__closure__ or ())
+        new = types.FunctionType(fn.__code__, space, fn.__name__, fn.__defaults__, cells or None)
+        new.__kwdefaults__, new.__annotations__ = fn.__kwdefaults__, fn.__annotations__
+        early(new)  # before the globals: functions may refer to each other
+        if fresh:
+            space["__builtins__"] = __builtins__
+            space["__name__"] = fn.__globals__.get("__name__", "kernel")
+            for name, value in list(fn.__globals__.items()):
+                if not name.startswith("__"):
+                    space[name] = self.rebind(value)
+            space["range"] = runtime_range
+        for cell, old in zip(cells, fn.__closure__ or (), strict=True):
+            with contextlib.suppress(ValueError):  # a cell that is still empty
+                cell.cell_contents = self.rebind(old.cell_contents)
+        return new
+
+    def _aggregate(self, aggregate: Any) -> Any:
+        """A class with the same members; the user's class hides in a closure of Triton's wrapper."""
+        if id(aggregate) not in self.memo:
+            code = aggregate.__new__.__code__
+            hidden = dict(zip(code.co_freevars, aggregate.__new__.__closure__, strict=True))
+            cls = hidden["cls"].cell_contents
+            new = self.memo[id(aggregate)] = type(cls.__name__, (), {})
+            self.alive.append(aggregate)
+            for name, member in vars(cls).items():
+                if isinstance(member, triton_jit.JITFunction):
+                    setattr(new, name, self._jitted(member))
+                elif type(member).__name__ == "ConstexprFunction":
+                    setattr(new, name, self._function(member.fn))
+                elif isinstance(member, types.FunctionType):
+                    setattr(new, name, self._function(member))
+            if "__init__" not in vars(cls):
+                setattr(new, "__init__", _field_init(cls))  # noqa: B010
+        return self.memo[id(aggregate)]
+
+
+def _field_init(cls: Any) -> Callable[..., None]:
+    fields = list(inspect.get_annotations(cls))
+
+    def init(self: Any, *args: Any, **keywords: Any) -> None:
+        for name in fields:
+            if hasattr(cls, name):
+                setattr(self, name, getattr(cls, name))
+        for name, value in [*zip(fields, args, strict=False), *keywords.items()]:
+            setattr(self, name, value)
+
+    return init
+
+
+def _plain(fn: Any) -> Any:
+    """A constexpr function of the library, called with plain values."""
+
+    def call(*args: Any, **keywords: Any) -> Any:
+        result = fn(*args, **keywords)
+        return getattr(result, "value", result)
+
+    return call

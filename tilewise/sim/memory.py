@@ -1,0 +1,322 @@
+"""On-chip memory: buffers of bytes, views of them, and the log that finds races.
+
+Shared memory has two images. `generic` is what loads and stores of a partition see; `async_` is what TMA
+and MMA see. A store reaches the second at the next fence, or at a moment nobody knows. Tensor memory
+has one image. Views are by byte, so a buffer that is reinterpreted or overlaid is checked exactly.
+"""
+
+from __future__ import annotations
+
+import linecache
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from tilewise.sim import engine
+from tilewise.sim.clocks import Agent, Clock, knows
+from tilewise.sim.dtypes import GLUON, poison, to_numpy
+from tilewise.sim.findings import Site, kernel_frame
+from tilewise.sim.ownership import Bases, box_of, intersect, permuted
+from tilewise.sim.regions import Region, inside, overlap, region
+
+
+class Access:
+    """One entry of a buffer's log."""
+
+    __slots__ = ("agent", "fences", "flush", "proxy", "region", "site", "tick", "write")
+
+    def __init__(
+        self, where: Region, write: bool, proxy: str, agent: Agent, tick: int, site: Site
+    ) -> None:
+        self.region, self.write, self.proxy = where, write, proxy
+        self.agent, self.tick, self.site = agent, tick, site
+        self.fences: list[tuple[Agent, int]] = []
+        self.flush: Callable[[], None] | None = None
+
+    def __str__(self) -> str:
+        return f"{'write' if self.write else 'read'} by {self.agent.name} at {self.site}"
+
+
+class Buffer:
+    """One allocation in the shared or tensor memory of one CTA."""
+
+    def __init__(self, name: str, nbytes: int, dtype: np.dtype[Any], space: str) -> None:
+        self.name, self.space = name, space
+        whole = np.zeros(-(-nbytes // dtype.itemsize), dtype)
+        whole[...] = poison(dtype)
+        self.generic = whole.view(np.uint8)
+        self.async_ = self.generic if space == "tensor" else self.generic.copy()
+        self.written = np.zeros(len(self.generic), np.bool_)
+        self.log: list[Access] = []
+
+    def access(
+        self,
+        where: Region,
+        write: bool,
+        proxy: str,
+        agent: Agent,
+        tick: int,
+        known: Clock,
+        site: Site,
+        label: str,
+    ) -> Access:
+        """Check an access against those before it, and note it. `proxy` is "generic" or "async"."""
+        record = Access(where, write, proxy, agent, tick, site)
+        keep = []
+        for other in self.log:
+            if not overlap(other.region, where):
+                keep.append(other)
+                continue
+            ordered = knows(known, other.agent, other.tick)
+            if (write or other.write) and not ordered:
+                text = f"{label}: {record} is not ordered after the {other}"
+                key = (self.name, site[:3], other.site[:3])
+                engine.report("race", text, site, other.site, key=key)
+            elif self._unfenced(other, proxy, known):
+                text = f"{label}: {record} follows the {other} without fence_async_shared"
+                key = (self.name, site[:3], other.site[:3])
+                engine.report("fence", text, site, other.site, key=key)
+            replaced = ordered and (write or (not other.write and other.agent is agent))
+            if not (replaced and inside(other.region, where)):
+                keep.append(other)
+        written = where.view(self.written)
+        if write:
+            written[...] = True
+            engine.engine().change()
+        elif not written.all():
+            text = f"{label}: {record}, but nothing was ever written to part of it"
+            engine.report("uninit", text, site, key=(self.name, site[:3]))
+            written[...] = True  # say it once
+        keep.append(record)
+        self.log = keep
+        return record
+
+    def _unfenced(self, other: Access, proxy: str, known: Clock) -> bool:
+        """Is this the async proxy touching what the generic proxy wrote, with no fence between?"""
+        if not (
+            other.write and proxy == "async" and other.proxy == "generic" and self.space == "shared"
+        ):
+            return False
+        return not any(knows(known, a, t) for a, t in other.fences)
+
+    def fence(self, agent: Agent, clock: Clock) -> None:
+        for record in self.log:
+            if record.write and record.proxy == "generic" and knows(clock, record.agent, record.tick):
+                record.fences.append((agent, clock[agent]))
+                if record.flush:
+                    record.flush()
+
+
+class Allocation:
+    """What one `allocate_...` statement makes: a buffer on each CTA of the cluster."""
+
+    def __init__(self, name: str, nbytes: int, dtype: np.dtype[Any], space: str, ctas: int) -> None:
+        self.name = name
+        self.stages = ""  # of a ring buffer: its name
+        self.columns = 0  # of tensor memory, per CTA
+        self.two_ctas = False  # is it for products on pairs of CTAs?
+        self.buffers = [
+            Buffer(name if ctas == 1 else f"{name} of CTA {i}", nbytes, dtype, space)
+            for i in range(ctas)
+        ]
+
+
+class View:
+    """A typed, strided view of an allocation, for one CTA. Shape in elements, strides in bytes."""
+
+    def __init__(
+        self,
+        allocation: Allocation,
+        cta_rank: int,
+        offset: int,
+        shape: Sequence[int],
+        strides: Sequence[int],
+        dtype: np.dtype[Any],
+        layout: Any,
+        bases: Bases,
+        label: str,
+    ) -> None:
+        self.allocation, self.cta_rank, self.offset = allocation, cta_rank, offset
+        self.np_shape, self.strides = tuple(shape), tuple(strides)
+        self.np_dtype, self.layout, self.bases, self.label = dtype, layout, bases, label
+
+    def like(self, **changes: Any) -> View:
+        new = type(self).__new__(type(self))
+        new.__dict__.update(self.__dict__)
+        new.__dict__.update(changes)
+        return new
+
+    # ---- what a kernel may ask
+
+    @property
+    def shape(self) -> list[int]:
+        return list(self.np_shape)
+
+    @property
+    def dtype(self) -> Any:
+        return GLUON[self.np_dtype]
+
+    element_ty = dtype
+
+    @property
+    def rank(self) -> int:
+        return len(self.np_shape)
+
+    @property
+    def numel(self) -> int:
+        return int(np.prod(self.np_shape))
+
+    @property
+    def type(self) -> View:
+        return self
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.np_dtype.itemsize
+
+    @property
+    def nbytes_per_cta(self) -> int:
+        return self.nbytes >> sum(any(b) for b in self.bases)
+
+    # ---- narrowing
+
+    def _cut(self, dim: int, lo: int, hi: int) -> View:
+        if not 0 <= lo <= hi <= self.np_shape[dim]:
+            p = engine.current()
+            site = p.site()
+            text = f"{self.label} sliced {lo}:{hi} in dimension {dim} of {self.np_shape} at {site}"
+            engine.report("bounds", text, site)
+            raise engine.SimStop
+        shape = (*self.np_shape[:dim], hi - lo, *self.np_shape[dim + 1 :])
+        return self.like(offset=self.offset + lo * self.strides[dim], np_shape=shape)
+
+    def index(self, i: Any) -> View:
+        i = int(i)
+        one = self._cut(0, i, i + 1)
+        stages = self.allocation.stages
+        label = f"stage {i} of {stages}" if stages and self.label == stages else f"{self.label}[{i}]"
+        if self.np_shape[0] == 1 and not stages:
+            label = self.label
+        return one.like(np_shape=one.np_shape[1:], strides=self.strides[1:], label=label)
+
+    def slice(self, start: Any, length: Any, dim: int = 0) -> View:
+        start, length = int(start), int(length)
+        across = any(b[dim - self.rank] for b in self.bases if len(b) >= self.rank - dim)
+        if across and length != self.np_shape[dim]:
+            raise NotImplementedError("slice along a dimension that is divided between CTAs")
+        if length == self.np_shape[dim] and start == 0:
+            return self
+        label = f"{self.label}[{', '.join([':'] * dim + [f'{start}:{start + length}'])}]"
+        return self._cut(dim, start, start + length).like(label=label)
+
+    def narrow(self, box: Sequence[tuple[int, int]] | None) -> View:
+        """The part of the view within a box of (start, end) per dimension."""
+        if box is None:
+            return self
+        view = self
+        for dim, (lo, hi) in enumerate(box):
+            view = view._cut(dim, lo, hi)
+        return view.like(bases=())
+
+    def permute(self, order: Any) -> View:
+        order = tuple(order)
+        shape = tuple(self.np_shape[i] for i in order)
+        strides = tuple(self.strides[i] for i in order)
+        return self.like(np_shape=shape, strides=strides, bases=permuted(self.bases, order))
+
+    def reshape(self, shape: Any) -> View:
+        shape = tuple(int(n) for n in shape)
+        array = self.array("generic").view()
+        array.shape = shape  # fails if the bytes would have to move
+        return self.like(np_shape=shape, strides=array.strides)
+
+    # ---- contents
+
+    def on(self, rank: int) -> View:
+        """The same view of another CTA's memory."""
+        return self if rank == self.cta_rank else self.like(cta_rank=rank)
+
+    @property
+    def buffer(self) -> Buffer:
+        return self.allocation.buffers[self.cta_rank]
+
+    @property
+    def region(self) -> Region:
+        return region(self.offset, self.np_shape, self.strides, self.np_dtype.itemsize)
+
+    def array(self, proxy: str) -> np.ndarray[Any, Any]:
+        data = self.buffer.async_ if proxy == "async" else self.buffer.generic
+        return np.ndarray(self.np_shape, self.np_dtype, data, self.offset, self.strides)
+
+    def get(self, proxy: str) -> np.ndarray[Any, Any]:
+        """A copy of the contents."""
+        return self.array(proxy).copy()
+
+    def put(self, proxy: str, value: Any) -> None:
+        self.array(proxy)[...] = value
+
+    def own_box(self) -> tuple[tuple[int, int], ...] | None:
+        """Which part of the view lies in this CTA; None if all of it."""
+        return box_of(self.np_shape, self.bases, self.cta_rank)
+
+    def pieces(self, box: Sequence[tuple[int, int]] | None) -> list[tuple[Any, View]]:
+        """Where the elements of a box lie: (slices within the view, view of one CTA's part).
+
+        What several CTAs hold alike is answered by this CTA if it is among them.
+        """
+        if box is None and not self.divided:
+            return [(..., self)]
+        whole = tuple((0, n) for n in self.np_shape) if box is None else tuple(box)
+        if not self.divided:
+            return [(tuple(slice(*x) for x in whole), self.narrow(whole))]
+        ranks = [self.cta_rank, *(r for r in range(len(self.allocation.buffers)) if r != self.cta_rank)]
+        found = {}
+        for rank in ranks:
+            common = intersect(whole, box_of(self.np_shape, self.bases, rank))
+            if common is not None and common not in found:
+                found[common] = self.on(rank).narrow(common)
+        return [(tuple(slice(*x) for x in common), part) for common, part in found.items()]
+
+    @property
+    def divided(self) -> bool:
+        """Does each CTA of the cluster hold a different part?"""
+        return any(any(b) for b in self.bases)
+
+    def spoil(self) -> None:
+        """The contents are undefined from here on."""
+        for proxy in ("generic", "async"):
+            self.put(proxy, poison(self.np_dtype))
+
+    def access(
+        self,
+        write: bool,
+        proxy: str,
+        agent: Agent,
+        tick: int,
+        known: Clock,
+        site: Site,
+    ) -> Access:
+        return self.buffer.access(self.region, write, proxy, agent, tick, known, site, self.label)
+
+
+def assigned_name(otherwise: str) -> str:
+    """The name on the left of `x = gl.allocate_shared_memory(...)` in the kernel, for messages."""
+    frame, _ = kernel_frame()
+    if frame is None:
+        return otherwise
+    line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+    match = re.match(r"\s*(\w+)\s*(?::[^=]*)?=[^=]", line)
+    return match.group(1) if match else otherwise
+
+
+def row_major(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
+    strides, step = [], itemsize
+    for n in reversed(shape):
+        strides.append(step)
+        step *= n
+    return tuple(reversed(strides))
+
+
+__all__ = ["Access", "Allocation", "Buffer", "View", "assigned_name", "row_major", "to_numpy"]
