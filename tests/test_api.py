@@ -468,3 +468,43 @@ def test_torch_deterministic_mode_is_obeyed():
         torch.testing.assert_close(compiled(q), attention(q, k, v))
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("derivative", [torch.func.jacfwd, None], ids=["jacfwd", "jvp"])
+def test_forward_mode_derivatives_are_refused(derivative):
+    """They passed the operator by and came out as zeros."""
+    q, k, v = (torch.randn(1, 4, 1, 8) for _ in range(3))
+
+    def function(q):
+        return attention(q, k, v)
+
+    with pytest.raises(UnsupportedError, match="forward-mode"):
+        if derivative is None:
+            torch.func.jvp(function, (q,), (q,))
+        else:
+            derivative(function)(q)
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "shifted"])
+def test_out_may_share_memory_with_an_input(name):
+    """Rows were stored over keys that other tiles had still to read."""
+    buffer = torch.randn(2 * 300 * 4 * 8 + 8)
+    q, k, v = (torch.randn(2, 300, 4, 8) for _ in range(3))
+    k = buffer[:-8].view(2, 300, 4, 8)
+    want = attention(q, k, v)
+    out = {"q": q, "k": k, "v": v, "shifted": buffer[8:].view(2, 300, 4, 8)}[name]
+    torch.testing.assert_close(attention(q, k, v, out=out), want)
+
+
+def test_out_that_overlaps_itself_is_refused():
+    q, k, v = (torch.randn(1, 64, 2, 16) for _ in range(3))
+    with pytest.raises(ValueError, match="one place for each element"):
+        attention(q, k, v, out=torch.empty(1, 1, 2, 16).expand(1, 64, 2, 16))
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "out"])
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+def test_what_is_no_tensor_is_a_type_error(name, layout):
+    arguments = {n: torch.randn(1, 4, 2, 8) for n in "qkv"} | {name: [1.0]}
+    with pytest.raises(TypeError, match=f"^{name}: got list; allowed is a tensor"):
+        attention(**arguments, layout=layout)

@@ -135,33 +135,33 @@ BAD_DENSE = {
     "scale zero": (
         ValueError,
         {"scale": 0.0},
-        "scale: got 0.0; allowed is None or a positive finite number",
+        "scale: got 0.0; allowed is None or a number from 2**-60 to 2**60",
     ),
     "scale negative": (
         ValueError,
         {"scale": -1},
-        "scale: got -1.0; allowed is None or a positive finite number",
+        "scale: got -1.0; allowed is None or a number from 2**-60 to 2**60",
     ),
     "scale NaN": (
         ValueError,
         {"scale": math.nan},
-        "scale: got nan; allowed is None or a positive finite number",
+        "scale: got nan; allowed is None or a number from 2**-60 to 2**60",
     ),
     "scale a string": (TypeError, {"scale": "1"}, "scale: got '1' (str); allowed is a number or None"),
     "softcap zero": (
         ValueError,
         {"softcap": 0.0},
-        "softcap: got 0.0; allowed is None or a positive number",
+        "softcap: got 0.0; allowed is None or a number from 2**-60 to 2**60",
     ),
     "softcap negative": (
         ValueError,
         {"softcap": -2.0},
-        "softcap: got -2.0; allowed is None or a positive number",
+        "softcap: got -2.0; allowed is None or a number from 2**-60 to 2**60",
     ),
     "softcap infinite": (
         ValueError,
         {"softcap": math.inf},
-        "softcap: got inf; allowed is None or a positive number",
+        "softcap: got inf; allowed is None or a number from 2**-60 to 2**60",
     ),
     "dropout one": (ValueError, {"dropout_p": 1.0}, "dropout_p: got 1.0; allowed is in [0, 1)"),
     "dropout negative": (ValueError, {"dropout_p": -0.1}, "dropout_p: got -0.1; allowed is in [0, 1)"),
@@ -435,6 +435,14 @@ def test_length_values_are_checked_on_other_devices_only_when_asked(monkeypatch)
     monkeypatch.setenv("TILEWISE_CHECK", "1")
     with pytest.raises((NotImplementedError, RuntimeError)):
         check_values(spec, x)
+
+
+@pytest.mark.parametrize("name", ["scale", "softcap"])
+@pytest.mark.parametrize("value", [1e-40, 1e38, 1e300])
+def test_factors_that_leave_fp32_are_refused(name, value):
+    """softcap=1e-40 made every output NaN, scale=1e39 infinite scores."""
+    with pytest.raises(ValueError, match=f"^{name}: got "):
+        attention(**dense(**{name: value}))
 
 
 def test_length_values_are_checked_again_in_a_call_of_known_form():

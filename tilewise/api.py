@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from tilewise import dispatch, ops, philox
 from tilewise.errors import UnsupportedError
@@ -300,6 +301,7 @@ def explain(q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> Explanation:
 
 def _call(x: Inputs, options: dict[str, Any], seed: Seed, out: Tensor | None) -> tuple[Tensor, Tensor]:
     check_types(x, options)
+    _refuse_tangents(x)
     options["deterministic"] |= torch.are_deterministic_algorithms_enabled()
     if options["dropout_p"] > 0:
         x = x._replace(dropout_key=_dropout_key(seed, x.q.device))
@@ -307,9 +309,21 @@ def _call(x: Inputs, options: dict[str, Any], seed: Seed, out: Tensor | None) ->
     if out is None:
         result, lse, _ = torch.ops.tilewise.forward(*x, *values)
         return result, lse
+    if not isinstance(out, Tensor):
+        raise TypeError(f"out: got {type(out).__name__}; allowed is a tensor or None")
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (*x, out)):
         raise ValueError("out: got a tensor while gradients are recorded; allowed is None, or no_grad")
     return out, torch.ops.tilewise.forward_out(out, *x, *values)
+
+
+def _refuse_tangents(x: Inputs) -> None:
+    """Forward-mode derivatives would pass an operator by and come out as zero, without a word."""
+    if forward_ad._current_level < 0:
+        return
+    if any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in x):
+        raise UnsupportedError(
+            "forward-mode derivatives of attention (jvp, jacfwd) are not implemented: use backward"
+        )
 
 
 def _swapped(layout: str) -> bool:
@@ -319,6 +333,8 @@ def _swapped(layout: str) -> bool:
 
 
 def _swap_heads(name: str, x: Tensor) -> Tensor:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name}: got {type(x).__name__}; allowed is a tensor")
     if x.dim() != 4:
         raise ValueError(f"{name}.shape: got {tuple(x.shape)}; allowed is (B, heads, S, head_dim)")
     return x.transpose(1, 2)

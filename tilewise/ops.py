@@ -115,10 +115,39 @@ def _forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
 def _forward_out(out: Tensor, *args: Any) -> Tensor:
     spec, x = _prepare(args)
     _check_out(spec, x, out)
+    # Kernels store rows while others still read inputs.
+    target = torch.empty_like(out) if any(_may_overlap(out, t) for t in x) else out
     if spec.ragged:
-        out.zero_()
-    lse, _ = _run_forward(spec, x, out)
+        target.zero_()
+    lse, _ = _run_forward(spec, x, target)
+    if target is not out:
+        out.copy_(target)
     return lse
+
+
+def _may_overlap(a: Tensor, b: Tensor | None) -> bool:
+    """Whether the memory from the first to the last element of one reaches into that of the other."""
+    if b is None or a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr():
+        return False
+    (low_a, high_a), (low_b, high_b) = _span(a), _span(b)
+    return low_a < high_b and low_b < high_a
+
+
+def _span(t: Tensor) -> tuple[int, int]:
+    if t.numel() == 0:
+        return 0, 0
+    reach = sum((n - 1) * stride for n, stride in zip(t.shape, t.stride(), strict=True))
+    return t.data_ptr(), t.data_ptr() + (reach + 1) * t.element_size()
+
+
+def _overlaps_itself(t: Tensor) -> bool:
+    """Whether two elements may share memory: if not, each dimension steps over all smaller ones."""
+    reach = 0
+    for stride, n in sorted((s, n) for s, n in zip(t.stride(), t.shape, strict=True) if n > 1):
+        if stride <= reach:
+            return True
+        reach += (n - 1) * stride
+    return False
 
 
 def _check_out(spec: AttentionSpec, x: Inputs, out: Tensor) -> None:
@@ -131,6 +160,8 @@ def _check_out(spec: AttentionSpec, x: Inputs, out: Tensor) -> None:
         )
     if out.stride(-1) != 1 and out.shape[-1] != 1:
         raise ValueError(f"out.stride(): got {out.stride()}; allowed is a contiguous last dimension")
+    if _overlaps_itself(out):
+        raise ValueError(f"out.stride(): got {out.stride()}; allowed is one place for each element")
 
 
 class Gradients:

@@ -6,7 +6,6 @@ Whoever holds a spec (dispatch, backends) may trust it; nobody checks again.
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -151,8 +150,10 @@ def make_spec(
     for name, value in (("window[0]", window_left), ("window[1]", window_right)):
         _require(value is None or abs(value) < 2**31, name, value, "None or a 32-bit integer")
     scale = x.q.shape[-1] ** -0.5 if scale is None else float(scale)
-    _require(0 < scale < math.inf, "scale", scale, "None or a positive finite number")
-    _require(softcap is None or 0 < softcap < math.inf, "softcap", softcap, "None or a positive number")
+    # Far inside fp32's range, so that no kernel's product or quotient of the two leaves it.
+    for name, factor in (("scale", scale), ("softcap", softcap)):
+        fits = factor is None or 2.0**-60 <= factor <= 2.0**60
+        _require(fits, name, factor, "None or a number from 2**-60 to 2**60")
     _require(0 <= dropout_p < 1, "dropout_p", dropout_p, "in [0, 1)")
     _require(algorithm in ALGORITHMS, "algorithm", algorithm, f"one of {', '.join(ALGORITHMS)}")
     _require(backend in BACKENDS, "backend", backend, f"one of {', '.join(BACKENDS)}")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import threading
 
 import made_up
 import pytest
@@ -104,3 +106,16 @@ def test_the_same_complaint_is_made_once():
     run.cells = [results.Cell(c.problem, c.direction, c.flops, (bad,)) for c in run.cells]
     (line,) = summary.complaints(run)
     assert line == "a did not run at D=64, full, S=512, forward and 71 more: out of GPU memory"
+
+
+def test_what_is_no_file_is_not_replaced(tmp_path):
+    """As root, writing to a device put an ordinary file in its place; so did a link lose its target."""
+    pipe, link, target = (tmp_path / name for name in ("pipe", "link", "target"))
+    os.mkfifo(pipe)
+    link.symlink_to(target)
+    reader = threading.Thread(target=pipe.read_bytes)
+    reader.start()
+    for path in (pipe, link):
+        results.write(made_up.run(), path)
+    reader.join()
+    assert pipe.is_fifo() and link.is_symlink() and target.is_file()

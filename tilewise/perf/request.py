@@ -117,9 +117,10 @@ def _writable(path: Path) -> Path:
     """Checked before the work, not after it."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        known = path.exists()
         with path.open("a", encoding="utf-8"):
             pass
-        if path.stat().st_size == 0:
+        if not known:
             path.unlink()
     except OSError as error:
         raise BadRequest(f"--out: cannot write {path}: {error.strerror}") from None

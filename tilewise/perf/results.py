@@ -131,8 +131,14 @@ class Run:
 
 
 def write(run: Run, path: Path) -> None:
-    """Writes the file whole or not at all, so that a run killed while it writes leaves the last one."""
+    """Writes the file whole or not at all, so that a run killed while it writes leaves the last one.
+
+    A path that names something else than a file (a device, a pipe) is written to, not replaced."""
     text = json.dumps({"kind": KIND, "schema": SCHEMA, **asdict(run)}, indent=1)
+    path = path.resolve()
+    if path.exists() and not path.is_file():
+        path.write_text(text + "\n", encoding="utf-8")
+        return
     draft = path.with_name(path.name + ".part")
     draft.write_text(text + "\n", encoding="utf-8")
     os.replace(draft, path)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
 from typing import TypeVar
 
@@ -42,8 +42,16 @@ def run(work: Callable[[T], None], parts: Iterable[T], *, in_order: bool = False
         with torch.inference_mode(inference), torch.no_grad():
             work(part)
 
-    for _ in _pool(os.getpid(), workers, torch.get_num_threads()).map(without_gradients, parts):
-        pass  # map raises here what a part has raised
+    futures: list[Future[None]] = []
+    try:
+        pool = _pool(os.getpid(), workers, torch.get_num_threads())
+        for part in parts:
+            futures.append(pool.submit(without_gradients, part))
+    except RuntimeError:  # the main thread has ended, and with it all pools; other threads go on
+        for part in parts[len(futures) :]:
+            work(part)
+    for future in futures:
+        future.result()  # raises here what a part has raised
 
 
 def threads_each() -> int:
