@@ -1,0 +1,140 @@
+"""The simulator is shown several hundred broken kernels, one defect each, and has to notice.
+
+A defect counts as noticed if one of 20 schedules ends with a finding or a wrong result. What is never
+noticed stands in EQUIVALENT with the reason why there is nothing to notice.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import pytest
+from mutants import SUBJECTS
+
+from tilewise.sim.mutate import KINDS, Mutation, edit, mutations
+
+SEEDS = 20
+
+EQUIVALENT = {
+    "forward": {
+        "consumer: early release: mbarrier.arrive(k_empty.index(st), count=1) before "
+        "s = warpgroup_mma_wait(1, [s_t])": "The producer asks for a free V stage between two K "
+        "loads, and the V of the step before is released only after the product that reads this K.",
+    },
+    "persistent": {
+        "consumer: early release: mbarrier.arrive(k_empty.index(st), count=1) before "
+        "s = warpgroup_mma_wait(1, [s_t])": "As in the forward: the release of V orders it.",
+    },
+    "backward": {
+        "b_producer: missing wait: mbarrier.wait(do_empty.index(st), ph ^ 1)": "Q and dO are released "
+        "together, after the last product that reads either, and the producer has just waited for Q.",
+        "b_producer: late wait: mbarrier.wait(do_empty.index(st), ph ^ 1) after mbarrier.expect("
+        "do_full.index(st), do_desc.block_type.nbytes + BM * 4)": "The same wait, which the one for Q "
+        "already implies.",
+        "b_consumer: early release: mbarrier.arrive(do_empty.index(st), count=1) before "
+        "dk = warpgroup_mma_wait(0, [dk_t])": "dV was the last product to read dO and has been "
+        "waited for; the product in flight reads Q.",
+    },
+    "gemm": {
+        "multiply: early release: b_ring.release(i) before acc = warpgroup_mma_wait(0, [token])": "The "
+        "producer waits for a free stage of A before it loads B, and A is released after the product.",
+    },
+}
+
+BY_HAND = {
+    "forward": [
+        (
+            "consumer",
+            "P is read while the product holds it",
+            "s = warpgroup_mma_wait(1, [s_t])",
+            "l = gl.maximum(l, gl.sum(pb.to(gl.float32), axis=1))\ns = warpgroup_mma_wait(1, [s_t])",
+        ),
+        (
+            "consumer",
+            "O is rescaled while the product adds to it",
+            "o, pb = warpgroup_mma_wait(0, [o_t, pn])",
+            "o = o * 1.0\no, pb = warpgroup_mma_wait(0, [o_t, pn])",
+        ),
+        (
+            "consumer",
+            "V is released before O has been waited for",
+            "s = warpgroup_mma_wait(1, [s_t])\nmbarrier.arrive(k_empty.index(st), count=1)",
+            "mbarrier.arrive(v_empty.index(pst), count=1)\ns = warpgroup_mma_wait(1, [s_t])\n"
+            "mbarrier.arrive(k_empty.index(st), count=1)",
+        ),
+        (
+            "producer",
+            "the stage changes phase one tile early",
+            "ph = (i // STAGES) & 1",
+            "ph = ((i + 1) // STAGES) & 1",
+        ),
+        (
+            "producer",
+            "V is loaded from K",
+            "tma_load(v_desc, [kv_off + n * BLOCK_N, 0], v_full.index(st), v_s.index(st))",
+            "tma_load(k_desc, [kv_off + n * BLOCK_N, 0], v_full.index(st), v_s.index(st))",
+        ),
+        ("consumer", "the row maximum is not carried on", "m = m_new", "pass"),
+    ],
+    "backward": [
+        (
+            "b_consumer",
+            "lse is read before it has arrived",
+            "mbarrier.wait(q_full.index(st), ph)",
+            "lse = l_s.index(st).load(col_l)\nmbarrier.wait(q_full.index(st), ph)",
+        ),
+        (
+            "b_consumer",
+            "dQ is stored before its buffer is free",
+            "dq_s.store(t)\nfence_async_shared()",
+            "dq_s.store(t)\nmbarrier.arrive(dq_full, count=1)\nfence_async_shared()",
+        ),
+        (
+            "b_writer",
+            "dQ is given back before it has been read",
+            "tma_store_wait(0)\nmbarrier.arrive(dq_empty, count=1)",
+            "mbarrier.arrive(dq_empty, count=1)\ntma_store_wait(0)",
+        ),
+        (
+            "b_consumer",
+            "dS lacks delta",
+            "ds = (p * (dp - delta[None, :])).to(DT)",
+            "ds = (p * dp).to(DT)",
+        ),
+    ],
+}
+
+
+def _all() -> dict[str, list[Mutation]]:
+    """Mutations by kernel and function, as one test each."""
+    groups = defaultdict(list)
+    for name, subject in SUBJECTS.items():
+        by_hand = [edit(subject.module, *parts) for parts in BY_HAND.get(name, [])]
+        for mutation in mutations(subject.module) + by_hand:
+            groups[f"{name}.{mutation.function}"].append(mutation)
+    return dict(groups)
+
+
+ALL = _all()
+
+
+@pytest.mark.parametrize("group", ALL)
+def test_what_survives_is_equivalent(group: str) -> None:
+    name, function = group.split(".")
+    survivors = [m.name for m in ALL[group] if SUBJECTS[name].survives(m, SEEDS)]
+    explained = [m for m in EQUIVALENT.get(name, {}) if m.startswith(f"{function}: ")]
+    assert sorted(survivors) == sorted(explained)
+
+
+@pytest.mark.parametrize("name", SUBJECTS)
+def test_right_kernels_raise_no_alarm(name: str, sim_seeds: range) -> None:
+    subject = SUBJECTS[name]
+    for seed in sim_seeds:
+        assert subject.notices(subject.module, seed) == "", f"seed {seed}"
+
+
+def test_the_suite_is_large_and_varied() -> None:
+    every = [m for group in ALL.values() for m in group]
+    assert len(every) >= 300
+    assert {m.kind for m in every} == set(KINDS)
+    assert sum(map(len, EQUIVALENT.values())) <= 0.05 * len(every), "at least 95 % must be noticed"

@@ -1,0 +1,82 @@
+"""`tilewise trace`: where a kernel's cycles go, simulated on the CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from tilewise.perf import gpus
+
+_screen = Console(highlight=False)
+
+
+def trace(
+    kernel: Annotated[str, typer.Argument(help="Which kernel, e.g. hopper-forward.")],
+    head_dim: Annotated[int, typer.Option(help="Head dim.")] = 128,
+    seqlen: Annotated[int, typer.Option(help="Queries and keys; a multiple of 128.")] = 2048,
+    heads: Annotated[int, typer.Option(min=1, help="Heads; the batch is 1.")] = 16,
+    causal: Annotated[bool, typer.Option("--causal", help="With a causal mask.")] = False,
+    gpu: Annotated[str, typer.Option(help="GPU whose tables are used: h200, h100.")] = "h200",
+    out: Annotated[
+        Path | None, typer.Option("-o", "--out", help="Write the timeline for Perfetto or Chrome here.")
+    ] = None,
+    picture: Annotated[
+        Path | None, typer.Option(help="Draw the steady state here, as .svg or .html.")
+    ] = None,
+) -> None:
+    """Simulate a kernel on one SM, predict the cycles of the whole kernel and say what binds.
+
+    No GPU is needed. Exit status: 0, or 2 if the kernel, the GPU or the size is not known.
+    """
+    try:
+        from tilewise.sim import catalogue, predict
+        from tilewise.sim import picture as pictures
+        from tilewise.sim import trace as traces
+    except ImportError as error:
+        _refuse(str(error))
+    try:
+        traced, chip = catalogue.find(kernel), gpus.find(gpu)
+    except ValueError as error:
+        _refuse(str(error))
+    if chip.family not in traced.families:
+        _refuse(f"{kernel} is a kernel for {', '.join(traced.families)}; {chip.name} is {chip.family}")
+    if seqlen <= 0 or seqlen % 128:
+        _refuse(f"--seqlen must be a positive multiple of 128, not {seqlen}")
+    if head_dim not in (64, 128, 256):
+        _refuse(f"--head-dim must be 64, 128 or 256, not {head_dim}")
+    size = heads, seqlen, head_dim, causal
+    prediction = predict.predict(lambda: traced.run(*size), gpu, hoisted=traced.hoisted)
+    _show(prediction, traced.flops(*size))
+    if out is not None:
+        traces.write(prediction, out)
+        _screen.print(f"timeline: {out} (open it in https://ui.perfetto.dev; 1 us is 1 cycle)")
+    if picture is not None:
+        pictures.write(prediction, picture)
+        _screen.print(f"picture: {picture}")
+
+
+def _show(prediction: object, flops: float) -> None:
+    from tilewise.sim.predict import Prediction
+
+    assert isinstance(prediction, Prediction)
+    p = prediction
+    _screen.print(f"[bold]{p.kernel}[/] on {p.gpu.name}, simulated: a prediction, not a measurement")
+    _screen.print(f"{p.cycles:,.0f} cycles, {p.utilisation(flops):.1%} of the tensor cores' peak")
+    _screen.print(
+        f"grid {p.grid}: {p.waves:.2f} waves over {p.gpu.sms} SMs, together {p.balance:.1%} occupied; "
+        f"longest program {p.program_cycles:,.0f} cycles"
+    )
+    table = Table("unit", "busy", title="one program", title_justify="left")
+    for unit, share in p.busy.items():
+        table.add_row(unit, f"{share:.1%}")
+    _screen.print(table)
+    _screen.print(f"what binds: {p.binds}, at {p.busy[p.binds]:.0%}")
+
+
+def _refuse(message: str) -> NoReturn:
+    typer.echo(f"tilewise trace: {message}", err=True)
+    raise typer.Exit(2)

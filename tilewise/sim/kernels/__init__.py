@@ -1,0 +1,1 @@
+"""Small kernels to look at in the simulator with `tilewise trace`: for reading, not for speed."""
