@@ -55,7 +55,6 @@ def _prepare(args: tuple[Any, ...]) -> tuple[AttentionSpec, Inputs]:
         if len(_specs) >= _SPECS_KEPT:
             _specs.clear()
         _specs[key] = spec
-    check_values(spec, x)
     return spec, _replace_rows(x)
 
 
@@ -107,6 +106,7 @@ def _run_forward(spec: AttentionSpec, x: Inputs, out: Tensor) -> tuple[Tensor, T
 
 def _forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     spec, x = _prepare(args)
+    check_values(spec, x)
     out = _empty_out(spec, x)
     lse, saved = _run_forward(spec, x, out)
     return out, lse, saved
@@ -114,6 +114,7 @@ def _forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 def _forward_out(out: Tensor, *args: Any) -> Tensor:
     spec, x = _prepare(args)
+    check_values(spec, x)
     _check_out(spec, x, out)
     # Kernels store rows while others still read inputs.
     target = torch.empty_like(out) if any(_may_overlap(out, t) for t in x) else out

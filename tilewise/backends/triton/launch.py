@@ -40,17 +40,7 @@ def launch(
     name: the kernel's row in ``schedule.py``.
     operands: the tensors of the kernel, in its order; their strides go along.
     """
-    plan = plan_launch(name, spec, over)
-    if plan.programs == 0:
-        return
-    with _on_device(spec.device):
-        kernel[(plan.programs,)](
-            *operands,
-            strides=tuple([strides(spec, t) for t in operands]),
-            lengths=_lengths(spec, x),
-            **plan.arguments,
-            **extra,
-        )
+    _run(kernel, plan_launch(name, spec, over), spec, x, operands, extra)
 
 
 @lru_cache(maxsize=1024)
@@ -86,20 +76,39 @@ def launch_rows(
     kernel: Any, spec: AttentionSpec, x: Inputs, *, operands: tuple[Tensor | None, ...]
 ) -> None:
     """Launch a kernel that makes one pass over the output's rows, a program per tile and query head."""
-    block_dv = max(16, triton.next_power_of_2(spec.head_dim_v))
+    _run(kernel, plan_rows(spec), spec, x, operands, {})
+
+
+@lru_cache(maxsize=1024)
+def plan_rows(spec: AttentionSpec) -> Plan:
+    """``plan_launch`` for ``launch_rows``."""
     tile = schedule.ROW_TILE
-    programs = spec.batch * spec.heads_q * triton.cdiv(spec.max_seqlen_q, tile)
-    if programs == 0:
+    arguments = {
+        "heads": spec.heads_q,
+        "DV": spec.head_dim_v,
+        "BLOCK_DV": max(16, triton.next_power_of_2(spec.head_dim_v)),
+        "TILE_Q": tile,
+    }
+    return Plan(spec.batch * spec.heads_q * triton.cdiv(spec.max_seqlen_q, tile), arguments)
+
+
+def _run(
+    kernel: Any,
+    plan: Plan,
+    spec: AttentionSpec,
+    x: Inputs,
+    operands: tuple[Tensor | None, ...],
+    extra: dict[str, Any],
+) -> None:
+    if plan.programs == 0:
         return
-    with _on_device(x.q.device):
-        kernel[(programs,)](
+    with _on_device(spec.device):
+        kernel[(plan.programs,)](
             *operands,
-            strides=tuple(strides(spec, t) for t in operands),
+            strides=tuple([strides(spec, t) for t in operands]),
             lengths=_lengths(spec, x),
-            heads=spec.heads_q,
-            DV=spec.head_dim_v,
-            BLOCK_DV=block_dv,
-            TILE_Q=tile,
+            **plan.arguments,
+            **extra,
         )
 
 
