@@ -62,7 +62,6 @@ class Kernel:
     forward: frozenset[str]
     backward: frozenset[str]
     unavailable: Callable[[torch.device], str | None]  # why it cannot run there, None if it can
-    saves_statistics: bool = False  # its backward wants (m, l) of its own forward, not the lse
 
     @property
     def name(self) -> str:
@@ -112,10 +111,8 @@ def _triton(device: torch.device) -> str | None:
 KERNELS: tuple[Kernel, ...] = (
     Kernel("cpu", "fa2", "tilewise.backends.cpu.fa2", _ALL, _ALL, _cpu),
     Kernel("triton", "fa2", "tilewise.backends.triton.fa2", _TRITON, _TRITON, _triton),
-    Kernel("cpu", "fa1", "tilewise.backends.cpu.fa1", _ALL, _ALL, _cpu, saves_statistics=True),
-    Kernel(
-        "triton", "fa1", "tilewise.backends.triton.fa1", _TRITON, _TRITON, _triton, saves_statistics=True
-    ),
+    Kernel("cpu", "fa1", "tilewise.backends.cpu.fa1", _ALL, _ALL, _cpu),
+    Kernel("triton", "fa1", "tilewise.backends.triton.fa1", _TRITON, _TRITON, _triton),
 )
 
 _NOT_BUILT = {
@@ -163,14 +160,20 @@ def _not_asked(kernel: Kernel, spec: AttentionSpec) -> str | None:
         return f"backend={spec.backend!r} was asked for"
     if spec.algorithm not in ("auto", kernel.algorithm):
         return f"algorithm={spec.algorithm!r} was asked for"
-    if spec.algorithm == "auto" and kernel.saves_statistics:
+    if spec.algorithm == "auto" and kernel.algorithm == "fa1":
         return "FlashAttention-1 runs only when asked for by name"
     return None
 
 
-def saves_statistics(algorithm: str) -> bool:
-    """Whether the algorithm's forward leaves (m, l) for its backward besides the log-sum-exp."""
-    return algorithm == "fa1"
+def saved_statistics(spec: AttentionSpec) -> int:
+    """How many numbers per row a forward leaves for its backward besides the log-sum-exp.
+
+    FlashAttention-1 leaves m and l. Later ones leave, if a bias can make logits huge, what rounding
+    took from the log-sum-exp.
+    """
+    if spec.algorithm == "fa1":
+        return 2
+    return 1 if "bias" in spec.features else 0
 
 
 def support_table() -> list[dict[str, str]]:

@@ -93,8 +93,8 @@ def _empty_statistics(spec: AttentionSpec, x: Inputs) -> tuple[Tensor, Tensor]:
     lse = x.q.new_empty(rows, dtype=spec.lse_dtype)
     if spec.ragged:
         lse.fill_(-math.inf)
-    saved = (2, *rows) if dispatch.saves_statistics(spec.algorithm) else (0,)
-    return lse, x.q.new_zeros(saved, dtype=spec.lse_dtype)
+    saved = x.q.new_zeros(dispatch.saved_statistics(spec), *rows, dtype=spec.lse_dtype)
+    return lse, saved
 
 
 def _run_forward(spec: AttentionSpec, x: Inputs, out: Tensor) -> tuple[Tensor, Tensor]:

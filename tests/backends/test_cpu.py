@@ -293,7 +293,8 @@ def test_nothing_of_the_size_of_the_scores(
     )
     t = problems.tensors(problem)
     out, lse = t.x.q.new_zeros(t.x.q.shape), torch.full((1, 4, 200), -torch.inf)
-    saved, grads = torch.zeros(2, 1, 4, 200), Gradients(t.spec, t.x)
+    saved = torch.zeros(2 if algorithm == "fa1" else 0, 1, 4, 200)
+    grads = Gradients(t.spec, t.x)
     rows_of_one_head = 200 * problem.group * 8
     with Largest() as forward:
         ALGORITHMS[algorithm].forward(t.spec, t.x, out, lse, saved)
@@ -301,6 +302,24 @@ def test_nothing_of_the_size_of_the_scores(
         ALGORITHMS[algorithm].backward(t.spec, t.x, out, lse, saved, t.dout, t.dlse, grads)
     assert forward.count <= (rows_of_one_head if algorithm == "fa1" else 16 * 16 * 8)
     assert backward.count <= rows_of_one_head
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("padding", [-1e9, 1e9, torch.finfo(torch.float32).min])
+@pytest.mark.parametrize("with_sink", [False, True])
+def test_weights_add_up_to_one_under_a_huge_additive_mask(algorithm: str, padding: float, with_sink):
+    """Rounding took log(number of keys) from lse, and the backward's weights added up to that number."""
+    q, k, v = (torch.randn(1, 40, 2, 8, requires_grad=True) for _ in range(3))
+    sink = torch.full((2,), padding, requires_grad=True) if with_sink else None
+    out = attention(q, k, v, bias=torch.full((1, 1, 1, 40), padding), sink=sink, algorithm=algorithm)
+    weight = 1 / 41 if with_sink else 1 / 40
+    torch.testing.assert_close(out, (weight * v.sum(1, keepdim=True)).expand_as(out))
+    dout = torch.randn_like(out)
+    out.backward(dout)
+    assert v.grad is not None
+    torch.testing.assert_close(v.grad, (weight * dout.sum(1, keepdim=True)).expand_as(v))
+    if sink is not None:
+        torch.testing.assert_close(sink.grad, -weight * (dout * out).sum((0, 1, 3)))
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)

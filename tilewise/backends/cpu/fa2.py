@@ -22,12 +22,12 @@ def forward(spec: AttentionSpec, x: Inputs, out: Tensor, lse: Tensor, saved: Ten
     """Algorithm 1 of the paper.
 
     Fills out, shaped like q with Dv for D, and lse, (B, Hq, Sq) or varlen (Hq, total) in fp32 (fp64
-    for fp64 inputs). saved stays empty.
+    for fp64 inputs). With a bias also saved, (1, *lse.shape): what rounding took from lse.
     """
-    run(lambda part: _forward(part, out, lse), parts(spec, x))
+    run(lambda part: _forward(part, out, lse, saved), parts(spec, x))
 
 
-def _forward(part: Part, out: Tensor, lse: Tensor) -> None:
+def _forward(part: Part, out: Tensor, lse: Tensor, saved: Tensor) -> None:
     q_all, k_all, v_all = part.queries(part.x.q), part.keys(part.x.k), part.keys(part.x.v)
     for i in part.query_blocks():
         q = part.scaled(part.load(q_all, i))
@@ -44,7 +44,11 @@ def _forward(part: Part, out: Tensor, lse: Tensor) -> None:
             m = m_new
         # l = 0 in a row that saw nothing, and so is o; in any other l >= 1.
         part.store(part.queries(out), i, o.div_(l.clamp_min(torch.finfo(l.dtype).tiny)))
-        part.store(part.rows(lse), i, m + l.log())
+        log_l = l.log()
+        norm = m + log_l
+        part.store(part.rows(lse), i, norm)
+        for statistic in saved:
+            part.store(part.rows(statistic), i, log_l.sub_(norm - m).nan_to_num_(0))
 
 
 def backward(
@@ -64,7 +68,7 @@ def backward(
     """
     sums = Sums(spec, grads)
     run(
-        lambda part: _backward(part, out, lse, dout, dlse, grads, sums),
+        lambda part: _backward(part, out, lse, saved, dout, dlse, grads, sums),
         parts(spec, x),
         in_order=sums.shared,
     )
@@ -75,6 +79,7 @@ def _backward(
     part: Part,
     out: Tensor,
     lse: Tensor,
+    saved: Tensor,
     dout: Tensor,
     dlse: Tensor | None,
     grads: Gradients,
@@ -86,6 +91,7 @@ def _backward(
     # exp(s - lse) = 0 in a row that saw nothing, whose lse is -inf.
     norm = part.load(lse_all, part.all_queries)
     norm = norm.masked_fill(norm == -math.inf, math.inf)
+    shrink = _rounded_away(part, saved)
     delta = torch.empty_like(norm)
     for i in part.query_blocks():
         delta[:, part.packed(i)] = part.delta(o_all, lse_all, do_all, dlse_all, i)
@@ -98,6 +104,7 @@ def _backward(
             q, do = part.scaled(part.load(q_all, i)), part.load(do_all, i)
             slope = part.new_slope(q.shape[1], len(j))
             p = exp_(part.scores(q, k, i, j, masked, slope).sub_(norm[:, rows]))
+            p = p if shrink is None else p.mul_(shrink[:, rows])
             keep = part.kept(i, j)
             dv.baddbmm_(part.dropped(p, keep).mT, do)
             ds = part.weight_gradient(do, v, keep).sub_(delta[:, rows]).mul_(p)
@@ -108,4 +115,18 @@ def _backward(
         part.store(part.keys(grads.k), j, dk)
         part.store(part.keys(grads.v), j, dv)
     part.store(part.queries(grads.q), part.all_queries, dq.mul_(part.factor))
-    sums.add_sink(part, exp_(part.sink_logits(part.all_queries) - norm), delta)
+    weight = exp_(part.sink_logits(part.all_queries) - norm)
+    sums.add_sink(part, weight if shrink is None else weight.mul_(shrink), delta)
+
+
+def _rounded_away(part: Part, saved: Tensor) -> Tensor | None:
+    """The factor that exp(s - lse) still lacks in each row, (H, Sq G, 1); None if it is 1 in all.
+
+    A row whose every key carries a bias of -1e9 (the usual additive mask) has lse = -1e9 + log l, from
+    which rounding takes all of log l: its weights would add up to the number of its keys.
+    """
+    for statistic in saved:
+        rest = part.load(part.rows(statistic), part.all_queries)
+        if bool((rest.abs() > torch.finfo(rest.dtype).eps).any()):
+            return exp_(-rest)
+    return None
