@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +21,6 @@ from tilewise import (
     dispatch,
     dropout_mask,
     explain,
-    merge,
     reference,
 )
 from tilewise.spec import Inputs, make_spec
@@ -167,88 +167,6 @@ def test_max_seqlen_may_be_too_large():
         torch.testing.assert_close(attention_varlen(**much, **options), want, rtol=0, atol=1e-6)
 
 
-# --- merge ------------------------------------------------------------------------------------------
-
-
-def parts_of(q, k, v, split: int, **options: Any) -> tuple[torch.Tensor, ...]:
-    """Attention to the keys before ``split`` and from it on: out1, lse1, out2, lse2."""
-    first = attention(q, k[:, :split], v[:, :split], return_lse=True, **options)
-    second = attention(q, k[:, split:], v[:, split:], return_lse=True, **options)
-    return *first, *second
-
-
-@pytest.mark.parametrize("split", [0, 1, 5, 12])
-def test_merge_of_parts_is_the_whole(split: int):
-    """Also where one part has no key at all: its lse is -inf and it must not make NaN of the other."""
-    q, k, v = qkv(dtype=torch.float64)
-    out, lse = merge(*parts_of(q, k, v, split))
-    want, want_lse = attention(q, k, v, return_lse=True)
-    torch.testing.assert_close(out, want, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(lse, want_lse, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("split", [0, 5])
-def test_merge_has_the_gradients_of_the_whole(split: int):
-    """They reach the parts through lse too: a lse without gradient is silently wrong here."""
-    leaves = [t.requires_grad_() for t in qkv(dtype=torch.float64)]
-    dout, dlse = torch.randn(2, 9, 4, 16).double(), torch.randn(2, 4, 9).double()
-    merged = merge(*parts_of(*leaves, split))
-    whole = attention(*leaves, return_lse=True)
-    got, want = (torch.autograd.grad(r, leaves, (dout, dlse)) for r in (merged, whole))
-    for a, b in zip(got, want, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-11)
-
-
-def test_merge_of_nothing_is_nothing():
-    out1, out2 = torch.zeros(1, 3, 2, 4), torch.zeros(1, 3, 2, 4)
-    nothing = torch.full((1, 2, 3), -math.inf)
-    tensors = [t.requires_grad_() for t in (out1, nothing.clone(), out2, nothing.clone())]
-    out, lse = merge(*tensors)
-    assert (out == 0).all() and (lse == -math.inf).all()
-    for g in torch.autograd.grad([out, lse], tensors, [torch.ones_like(out), torch.ones_like(lse)]):
-        assert g.isfinite().all()
-
-
-def test_merge_passes_gradcheck():
-    out1, out2 = (torch.randn(2, 3, 2, 4).double().requires_grad_() for _ in range(2))
-    lse1, lse2 = (torch.randn(2, 2, 3).double().requires_grad_() for _ in range(2))
-    assert torch.autograd.gradcheck(merge, (out1, lse1, out2, lse2))
-
-
-def test_merge_is_exact_far_apart():
-    """exp of the raw values would overflow or vanish."""
-    ones = torch.ones(1, 1, 1, 2)
-    for top in (1e4, -1e4):
-        near, far = torch.full((1, 1, 1), top), torch.full((1, 1, 1), top - 200)
-        out, lse = merge(ones, near, 3 * ones, far)
-        assert torch.equal(out, ones) and torch.equal(lse, near)
-        out, lse = merge(ones, near, 3 * ones, near)
-        assert torch.equal(out, 2 * ones) and lse.item() == pytest.approx(top + math.log(2))
-
-
-def test_merge_layouts_and_dtype():
-    out1, out2 = torch.randn(2, 3, 4, 8).half(), torch.randn(2, 3, 4, 8).half()
-    lse1, lse2 = torch.randn(2, 4, 3), torch.randn(2, 4, 3)
-    out, lse = merge(out1, lse1, out2, lse2)
-    assert out.dtype == torch.float16 and lse.dtype == torch.float32
-    heads_first, same = merge(out1.transpose(1, 2), lse1, out2.transpose(1, 2), lse2, layout="bhsd")
-    assert torch.equal(heads_first, out.transpose(1, 2)) and torch.equal(lse, same)
-    packed, _ = merge(out1[0], lse1[0], out2[0], lse2[0])  # (total, H, Dv)
-    assert torch.equal(packed, out[0])
-
-
-def test_merge_bad_input():
-    out, lse = torch.zeros(2, 3, 4, 8), torch.zeros(2, 4, 3)
-    with pytest.raises(ValueError, match=r"out2.shape: got \(2, 3, 4, 7\); allowed is \(2, 3, 4, 8\)"):
-        merge(out, lse, out[..., :7], lse)
-    with pytest.raises(ValueError, match=r"lse2.shape: got \(2, 3, 4\); allowed is \(2, 4, 3\)"):
-        merge(out, lse, out, lse.mT)
-    with pytest.raises(ValueError, match=r"lse1.shape: got \(2, 4, 3\); allowed is \(2, 3, 4\)"):
-        merge(out, lse, out, lse, layout="bhsd")
-    with pytest.raises(ValueError, match="layout: got 'x'"):
-        merge(out, lse, out, lse, layout="x")
-
-
 # --- dropout and its seeds ----------------------------------------------------------------------------
 
 
@@ -312,6 +230,27 @@ def test_dropout_mask_shapes_and_errors():
         dropout_mask(1, 1, 1, 1, dropout_p=1.0, seed=1)
 
 
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"batch": -1}, ValueError, "batch: got -1; allowed is 0 to 2**32 - 1"),
+        ({"heads": 1.0}, TypeError, "heads: got 1.0 (float); allowed is an integer"),
+        ({"seqlen_q": True}, TypeError, "seqlen_q: got True (bool); allowed is an integer"),
+        ({"seqlen_k": 2**32}, ValueError, "seqlen_k: got 4294967296; allowed is 0 to 2**32 - 1"),
+        ({"dropout_p": "1"}, TypeError, "dropout_p: got '1' (str); allowed is a number"),
+        ({"dropout_p": math.nan}, ValueError, "dropout_p: got nan; allowed is in [0, 1)"),
+        ({"seed": None}, ValueError, "seed: got None; allowed is an int, (seed, offset) or"),
+        ({"seed": 1.5}, ValueError, "seed: got 1.5; allowed is an int, (seed, offset) or"),
+        ({"device": "gpu"}, ValueError, "device: got 'gpu'; allowed is a device of torch"),
+    ],
+)
+def test_dropout_mask_names_what_is_wrong(changes, error, message):
+    """A seed of None gave a mask that no call would use."""
+    good = {"batch": 1, "heads": 1, "seqlen_q": 1, "seqlen_k": 1, "dropout_p": 0.5, "seed": 1}
+    with pytest.raises(error, match=f"^{re.escape(message)}"):
+        dropout_mask(**good | changes)
+
+
 def test_backward_drops_what_forward_dropped():
     """Without a seed nobody else knows the mask. The output is linear in v, so sum(dv * v) must be
     sum(dout * out); with another mask in backward it is not."""
@@ -365,10 +304,20 @@ def test_explain_says_what_the_call_would_say():
         explain(q, k, v, softcap=-1.0)
     with pytest.raises(TypeError, match="causal: got 1"):
         explain(q, k, v, causal=1)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'casual'"):
+        explain(q, k, v, casual=True)  # was a bare KeyError
+    with pytest.raises(TypeError, match="missing a required argument: 'cu_seqlens_k'"):
+        explain(q, k, v, cu_seqlens_q=q)
+    with pytest.raises(ValueError, match="out: got a tensor while gradients are recorded"):
+        explain(q.requires_grad_(), k, v, out=torch.empty_like(q))
 
 
 def test_explain_runs_nothing():
-    q, k, v = (t.to("meta") for t in qkv())
+    q, k, v = qkv()
+    before = torch.get_rng_state()
+    explain(q, k, v, dropout_p=0.5)
+    assert torch.equal(torch.get_rng_state(), before)
+    q, k, v = (t.to("meta") for t in (q, k, v))
     assert explain(q, k, v).data["forward"]["kernel"] is None  # no kernel for this device, and no error
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import tiny
@@ -107,6 +109,34 @@ def test_an_error_is_no_traceback_for_a_person(tmp_path):
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "tilewise demo: cannot read nowhere: No such file or directory\n"
+
+
+def as_a_person(command: str, **environment: str):
+    """The line as a shell runs it, ``tilewise`` being this one."""
+    code = "from tilewise.cli import main; main()"
+    prelude = f"tilewise() {{ {sys.executable} -c '{code}' \"$@\"; }}\n"
+    return subprocess.run(
+        ["bash", "-c", prelude + command], capture_output=True, text=True, env=os.environ | environment
+    )
+
+
+@pytest.mark.parametrize("command", ["--version", "doctor", "doctor --json"])
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_a_full_disk_is_one_line(command):
+    """The output was lost with a traceback, or with nothing said but at the very end."""
+    done = as_a_person(f"tilewise {command} > /dev/full")
+    assert (done.returncode, done.stderr) == (2, "tilewise: cannot write: No space left on device\n")
+
+
+def test_a_reader_that_has_seen_enough_is_no_error():
+    done = as_a_person("tilewise doctor --json | head -1")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "{\n", "")
+
+
+@pytest.mark.parametrize("command", ["roofline --memory", "doctor", "--help"])
+def test_a_terminal_without_unicode_shows_what_it_can(command):
+    done = as_a_person(f"tilewise {command}", PYTHONIOENCODING="ascii")
+    assert (done.returncode, done.stderr) == (0, "") and done.stdout.isascii()
 
 
 def test_a_folder_that_cannot_be_made_is_one_line(tmp_path):

@@ -300,6 +300,26 @@ def test_compile_varlen(as_tensor: bool):
     same_with_gradients(block, compiled, torch.randn(12, 32), **more)
 
 
+@pytest.mark.parametrize("shape", [(2, 2, 5, 6), (1, 1, 1, 6), (1, 2, 5, 1), (1, 1, 1, 1)], ids=str)
+def test_compile_varlen_with_a_bias_and_a_tensor_as_longest_length(shape: tuple[int, ...]):
+    """While compiling, the total stood for a length that cannot be read, and the bias did not fit it."""
+    lengths = {**lengths_of(4, 5), "cu_seqlens_k": torch.tensor([0, 6, 8], dtype=torch.int32)}
+    q, k, bias = torch.randn(9, 2, 16), torch.randn(8, 2, 16), torch.randn(shape)
+
+    def function(q, bias, longest_q, longest_k):
+        longest = {"max_seqlen_q": longest_q, "max_seqlen_k": longest_k}
+        return attention_varlen(q, k, k, **lengths, **longest, bias=bias, causal=True)
+
+    results = []
+    for call in (function, torch.compile(function, fullgraph=True, backend=BACKEND)):
+        leaves = [t.clone().requires_grad_() for t in (q, bias)]
+        out = call(*leaves, torch.tensor(5), torch.tensor(6))
+        out.square().sum().backward()
+        results.append([out.detach(), *(t.grad for t in leaves)])
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
 def test_compile_with_dynamic_shapes_compiles_once():
     """A length that becomes a constant of the graph means a new compilation for every batch."""
     block = Block(causal=True)

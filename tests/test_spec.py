@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tilewise import attention, attention_varlen
+from tilewise import attention, attention_varlen, explain
 from tilewise.spec import DTYPES, Inputs, check_values, make_spec, sequences
 
 
@@ -76,6 +76,11 @@ BAD_DENSE = {
         {"v": normal(2, 6, 2, 7, dtype=torch.bfloat16)},
         "v.dtype: got torch.bfloat16; allowed is q's, torch.float32",
     ),
+    "q quantized": (
+        TypeError,
+        {"q": torch.quantize_per_tensor(normal(2, 5, 4, 8), 0.1, 0, torch.quint8)},
+        "q.dtype: got torch.quint8; allowed is fp16, bf16, fp32, fp64, fp8",
+    ),
     "batch": (
         ValueError,
         {"k": normal(3, 6, 2, 8), "v": normal(3, 6, 2, 7)},
@@ -100,13 +105,14 @@ BAD_DENSE = {
     "length of v": (
         ValueError,
         {"v": normal(2, 7, 2, 7)},
-        "v.shape: got (2, 7, 2, 7); allowed is (2, 6, 2) + (Dv,)",
+        "v length: got 7; allowed is k's, 6",
     ),
     "heads of v": (
         ValueError,
         {"v": normal(2, 6, 4, 7)},
-        "v.shape: got (2, 6, 4, 7); allowed is (2, 6, 2) + (Dv,)",
+        "v heads: got 4; allowed is k's, 2",
     ),
+    "batch of v": (ValueError, {"v": normal(3, 6, 2, 7)}, "v batch size: got 3; allowed is k's, 2"),
     "heads not a multiple": (
         ValueError,
         {"k": normal(2, 6, 3, 8), "v": normal(2, 6, 3, 7)},
@@ -265,12 +271,12 @@ BAD_DENSE = {
     "seqused too long": (
         ValueError,
         {"seqused_k": ints(6, 7)},
-        "seqused_k: got [6, 7]; allowed is between 0 and the sequence lengths [6, 6]",
+        "seqused_k[1]: got 7; allowed is 0 to 6, its sequence's length",
     ),
     "seqused negative": (
         ValueError,
         {"seqused_q": ints(-1, 5)},
-        "seqused_q: got [-1, 5]; allowed is between 0 and the sequence lengths [5, 5]",
+        "seqused_q[0]: got -1; allowed is 0 to 5, its sequence's length",
     ),
     "q not a tensor": (TypeError, {"q": [[1.0]]}, "q: got list; allowed is a tensor"),
     "v None": (TypeError, {"v": None}, "v: got NoneType; allowed is a tensor"),
@@ -294,6 +300,31 @@ BAD_DENSE = {
         {"dropout_p": 0.1, "seed": ints(1)},
         "seed: got torch.int32 of shape (1,); allowed is int64, 1 or 2 elements",
     ),
+    "seed a bool": (
+        ValueError,
+        {"dropout_p": 0.1, "seed": True},
+        "seed: got True; allowed is an int, (seed, offset) or an int64 tensor",
+    ),
+    "seed of a call without dropout": (
+        ValueError,
+        {"seed": "x"},
+        "seed: got 'x'; allowed is an int, (seed, offset) or an int64 tensor",
+    ),
+    "return_lse a string": (
+        TypeError,
+        {"return_lse": "no"},
+        "return_lse: got 'no' (str); allowed is a bool",
+    ),
+    "scale too large for the schema": (
+        ValueError,
+        {"scale": 2**63},
+        "scale: got 9223372036854775808; allowed is a number or None, of 64 bits",
+    ),
+    "a tensor for a number": (
+        TypeError,
+        {"scale": torch.ones(3, 3)},
+        "scale: got a tensor of shape (3, 3) (Tensor); allowed is a number or None",
+    ),
     "out shape": (
         ValueError,
         {"out": normal(2, 5, 4, 8)},
@@ -307,7 +338,7 @@ BAD_DENSE = {
     "out strides": (
         ValueError,
         {"out": normal(2, 5, 7, 4).mT},
-        "out.stride(): got (140, 28, 1, 4); allowed is a contiguous last dimension",
+        "out.stride(-1): got 4; allowed is 1, adjacent elements",
     ),
 }
 
@@ -350,17 +381,17 @@ BAD_VARLEN = {
     "cu_seqlens decreasing": (
         ValueError,
         {"cu_seqlens_q": ints(0, 4, 3)},
-        "cu_seqlens_q: got [0, 4, 3]; allowed is 0 first, never decreasing, at most 5 (rows of q)",
+        "cu_seqlens_q[2]: got 3; allowed is at least 4, the one before it",
     ),
     "cu_seqlens not from 0": (
         ValueError,
         {"cu_seqlens_k": ints(1, 4, 6)},
-        "cu_seqlens_k: got [1, 4, 6]; allowed is 0 first, never decreasing, at most 6 (rows of k)",
+        "cu_seqlens_k[0]: got 1; allowed is 0",
     ),
     "cu_seqlens past the rows": (
         ValueError,
         {"cu_seqlens_k": ints(0, 4, 7)},
-        "cu_seqlens_k: got [0, 4, 7]; allowed is 0 first, never decreasing, at most 6 (rows of k)",
+        "cu_seqlens_k[-1]: got 7; allowed is at most 6, rows of k",
     ),
     "max_seqlen None": (
         ValueError,
@@ -390,7 +421,7 @@ BAD_VARLEN = {
     "seqused longer than its sequence": (
         ValueError,
         {"seqused_k": ints(4, 3)},
-        "seqused_k: got [4, 3]; allowed is between 0 and the sequence lengths [4, 2]",
+        "seqused_k[1]: got 3; allowed is 0 to 2, its sequence's length",
     ),
     "bias of the total": (
         ValueError,
@@ -403,19 +434,153 @@ BAD_VARLEN = {
         {"cu_seqlens_q": [0, 3, 5]},
         "cu_seqlens_q: got list; allowed is a tensor or None",
     ),
+    "no cu_seqlens at all, which is a dense call": (
+        ValueError,
+        {"cu_seqlens_q": None, "cu_seqlens_k": None, "q": normal(2, 5, 4, 8)},
+        "cu_seqlens_q: got None; allowed is an int32 tensor (B + 1,): varlen needs both",
+    ),
+    "max_seqlen a float tensor": (
+        TypeError,
+        {"max_seqlen_q": torch.tensor(3.0)},
+        "max_seqlen_q.dtype: got torch.float32; allowed is one of the integer types",
+    ),
+    "max_seqlen a NaN tensor": (
+        TypeError,
+        {"max_seqlen_k": torch.tensor(math.nan)},
+        "max_seqlen_k.dtype: got torch.float32; allowed is one of the integer types",
+    ),
+    "max_seqlen a bool tensor": (
+        TypeError,
+        {"max_seqlen_k": torch.tensor(True)},
+        "max_seqlen_k.dtype: got torch.bool; allowed is one of the integer types",
+    ),
+    "max_seqlen a bool": (
+        TypeError,
+        {"max_seqlen_k": True},
+        "max_seqlen_k: got True (bool); allowed is an integer or None",
+    ),
+    "max_seqlen a negative tensor": (
+        ValueError,
+        {"max_seqlen_q": torch.tensor(-1)},
+        "max_seqlen_q: got -1; allowed is a length >= 0",
+    ),
+    "max_seqlen too large for the schema": (
+        ValueError,
+        {"max_seqlen_q": 2**64},
+        "max_seqlen_q: got 18446744073709551616; allowed is an integer or None, of 64 bits",
+    ),
 }
 
 
+@pytest.mark.parametrize("call", [attention, explain])
 @pytest.mark.parametrize(("error", "changes", "message"), BAD_DENSE.values(), ids=list(BAD_DENSE))
-def test_bad_input(error, changes, message):
+def test_bad_input(error, changes, message, call):
+    """explain took what attention refuses."""
     with pytest.raises(error, match=f"^{re.escape(message)}$"):
-        attention(**dense(**changes))
+        call(**dense(**changes))
 
 
+@pytest.mark.parametrize("call", [attention_varlen, explain])
 @pytest.mark.parametrize(("error", "changes", "message"), BAD_VARLEN.values(), ids=list(BAD_VARLEN))
-def test_bad_input_varlen(error, changes, message):
+def test_bad_input_varlen(error, changes, message, call):
     with pytest.raises(error, match=f"^{re.escape(message)}$"):
-        attention_varlen(**varlen(**changes))
+        call(**varlen(**changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"v": normal(2, 7, 2, 7)}, "v length: got 7; allowed is k's, 6"),
+        ({"v": normal(2, 6, 4, 7)}, "v heads: got 4; allowed is k's, 2"),
+        ({"k": normal(3, 6, 2, 8), "v": normal(3, 6, 2, 7)}, "k batch size: got 3; allowed is q's, 2"),
+        ({"out": normal(2, 5, 3, 7)}, "out.shape: got (2, 3, 5, 7); allowed is (2, 4, 5, 7)"),
+        ({"out": normal(2, 5, 7, 4).mT}, "out.stride(-1): got 4; allowed is 1, adjacent elements"),
+    ],
+)
+@pytest.mark.parametrize("call", [attention, explain])
+def test_messages_have_the_callers_shapes(changes, message, call):
+    """With heads first they showed the shapes of a transposed tensor that nobody had passed."""
+    heads_first = {name: t.transpose(1, 2) for name, t in dense(**changes).items()}
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        call(**heads_first, layout="bhsd")
+
+
+PLAIN = normal(2, 6, 2, 8)
+ODD = {
+    "sparse": (PLAIN.to_sparse(), "layout: got torch.sparse_coo; allowed is torch.strided"),
+    "mkldnn": (PLAIN.to_mkldnn(), "layout: got torch._mkldnn; allowed is torch.strided"),
+    "nested": (torch.nested.nested_tensor([PLAIN[0], PLAIN[1, :3]]), "got a nested tensor; allowed is"),
+    "jagged": (
+        torch.nested.nested_tensor([PLAIN[0], PLAIN[1, :3]], layout=torch.jagged),
+        "got a nested tensor; allowed is",
+    ),
+    "masked": (torch.masked.masked_tensor(PLAIN, PLAIN > 0), "got a MaskedTensor; allowed is"),
+}
+
+
+@pytest.mark.parametrize("call", [attention, explain])
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+@pytest.mark.parametrize("name", ["q", "k", "v", "bias", "out"])
+@pytest.mark.parametrize("kind", ODD)
+def test_tensors_that_are_not_plain_are_refused_by_name(kind, name, layout, call):
+    """They came back as internal errors of torch, or explain took them."""
+    given = {"q": PLAIN, "k": PLAIN, "v": PLAIN, name: ODD[kind][0]}
+    with pytest.raises(TypeError, match=rf"^{name}(\.|: ){ODD[kind][1]}"):
+        call(**given, layout=layout)
+
+
+def test_a_plain_subclass_is_a_tensor_as_any_other():
+    class Named(torch.Tensor): ...
+
+    q = PLAIN.as_subclass(Named)
+    assert torch.equal(attention(q, q, torch.nn.Parameter(PLAIN)), attention(PLAIN, PLAIN, PLAIN))
+
+
+def test_messages_of_many_lengths_are_short():
+    """A batch of thousands printed all of its lengths."""
+    many = torch.zeros(100_001, dtype=torch.int32)
+    wrong = many.index_fill(0, torch.tensor(49_999), 2)
+    with pytest.raises(
+        ValueError, match=r"^cu_seqlens_q\[50000\]: got 0; allowed is at least 2"
+    ) as caught:
+        attention_varlen(**varlen(cu_seqlens_q=wrong, cu_seqlens_k=many))
+    assert len(str(caught.value)) < 200
+    with pytest.raises(ValueError, match=r"^window: got \[0, 1, 2.*\.\.\.\]; ") as caught:
+        attention(**dense(window=list(range(100_000))))
+    assert len(str(caught.value)) < 200
+
+
+@pytest.mark.parametrize("as_tensor", [False, True])
+def test_a_longest_length_beyond_the_rows_costs_nothing(as_tensor):
+    """Grids grew with it, up to sizes that no launch takes; the rows bound every sequence."""
+    tensors = {n: t for n, t in varlen().items() if isinstance(t, torch.Tensor)}
+    spec = make_spec(Inputs(**tensors), max_seqlen_q=10**12, max_seqlen_k=2**63 - 1)
+    assert (spec.max_seqlen_q, spec.max_seqlen_k) == (5, 6)
+    much = torch.tensor(10**12) if as_tensor else 10**12
+    given = tensors | {"max_seqlen_q": much, "max_seqlen_k": much}
+    same = {"max_seqlen_q": 5, "max_seqlen_k": 6}
+    assert torch.equal(
+        attention_varlen(**given, causal=True), attention_varlen(**given | same, causal=True)
+    )
+
+
+def test_a_bias_may_reach_beyond_the_rows():
+    """Its shape is that of max_seqlen as given, not as cut to the rows."""
+    bias = normal(2, 4, 9, 11).requires_grad_()
+    given = varlen(max_seqlen_q=9, max_seqlen_k=11)
+    attention_varlen(**given, bias=bias).sum().backward()
+    close = bias.detach()[:, :, :5, :6].clone().requires_grad_()
+    out = attention_varlen(**given | {"max_seqlen_q": 5, "max_seqlen_k": 6}, bias=close)
+    out.sum().backward()
+    assert torch.equal(out, attention_varlen(**given, bias=bias))
+    assert torch.equal(bias.grad[:, :, :5, :6], close.grad) and not bias.grad[:, :, 5:].any()
+
+
+def test_a_longest_length_that_cannot_be_read_is_the_total():
+    meta = {n: t.to("meta") for n, t in varlen().items() if isinstance(t, torch.Tensor)}
+    longest = torch.tensor(3, device="meta")
+    found = explain(**meta, max_seqlen_q=longest, max_seqlen_k=longest)
+    assert "varlen" in found.data["features"]
 
 
 def test_out_is_refused_while_gradients_are_recorded():
@@ -448,7 +613,7 @@ def test_factors_that_leave_fp32_are_refused(name, value):
 def test_length_values_are_checked_again_in_a_call_of_known_form():
     """Specs of earlier calls are kept; what the length tensors hold belongs to each call alone."""
     attention_varlen(**varlen())
-    with pytest.raises(ValueError, match=r"^cu_seqlens_q: got "):
+    with pytest.raises(ValueError, match=r"^cu_seqlens_q\[2\]: got 3; "):
         attention_varlen(**varlen(cu_seqlens_q=ints(0, 5, 3)))
 
 

@@ -1,7 +1,8 @@
 """Exact attention for PyTorch, tile by tile: FlashAttention 1 to 4, forward and backward."""
 
-from tilewise.api import attention, attention_varlen, dropout_mask, explain, merge
+from tilewise.api import attention, attention_varlen, dropout_mask, explain
 from tilewise.errors import UnsupportedError
+from tilewise.merging import merge
 
 __version__ = "0.1.0"
 

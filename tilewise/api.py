@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from tilewise import dispatch, ops, philox
 from tilewise.errors import UnsupportedError
 from tilewise.mask import Window
-from tilewise.spec import LAYOUTS, Inputs, check_types, check_values, make_spec
+from tilewise.spec import (
+    Inputs,
+    brief,
+    check_options,
+    check_tensor,
+    check_tensors,
+    check_type,
+    check_values,
+    heads_first,
+    make_spec,
+    require,
+    require_type,
+)
 
 Seed = int | tuple[int, int] | Tensor | None
 
@@ -81,35 +93,40 @@ def attention(
         ValueError, TypeError: naming the argument, its value and what is allowed.
         UnsupportedError: no kernel on this machine does it; lists each kernel's reason.
 
+    Under ``torch.func``: grad, vjp, jacrev and vmap, which makes one call for each sample; compiled,
+    they run outside the graph. Second and forward-mode derivatives are errors.
+
     Source: Dao et al., FlashAttention (NeurIPS 2022), section 3.1, and its successors.
     """
-    _no_descales(q_descale, k_descale, v_descale)
-    swapped = _swapped(layout)
-    if swapped:
-        q, k, v = (_swap_heads(name, t) for name, t in (("q", q), ("k", k), ("v", v)))
-    target = _swap_heads("out", out) if swapped and out is not None else out
-    left, right = _pair(window)
-    result, lse = _call(
-        Inputs(q, k, v, bias, alibi_slopes, sink, None, None, seqused_q, seqused_k),
-        {
-            "max_seqlen_q": None,
-            "max_seqlen_k": None,
-            "causal": causal,
-            "window_left": left,
-            "window_right": right,
-            "scale": scale,
-            "softcap": softcap,
-            "dropout_p": dropout_p,
-            "deterministic": deterministic,
-            "algorithm": algorithm,
-            "backend": backend,
-        },
-        seed,
-        target,
+    asked = _understand(
+        q,
+        k,
+        v,
+        causal=causal,
+        window=window,
+        scale=scale,
+        softcap=softcap,
+        bias=bias,
+        alibi_slopes=alibi_slopes,
+        sink=sink,
+        dropout_p=dropout_p,
+        seed=seed,
+        seqused_q=seqused_q,
+        seqused_k=seqused_k,
+        q_descale=q_descale,
+        k_descale=k_descale,
+        v_descale=v_descale,
+        deterministic=deterministic,
+        algorithm=algorithm,
+        backend=backend,
+        out=out,
+        return_lse=return_lse,
+        layout=layout,
     )
+    result, lse = _call(asked, seed)
     if out is not None:
         result = out
-    elif swapped:
+    elif layout == "bhsd":
         result = result.transpose(1, 2)
     return (result, lse) if return_lse else result
 
@@ -150,8 +167,9 @@ def attention_varlen(
         cu_seqlens_q, cu_seqlens_k: (B + 1,) int32, contiguous: sequence b is rows cu[b] to cu[b + 1].
             Zero-length sequences are ordinary. Values are checked on a CPU, and on other devices
             if the environment says ``TILEWISE_CHECK=1`` (that waits for the device).
-        max_seqlen_q, max_seqlen_k: at least the longest sequence; an int or a 0-d tensor (reading one
-            from a GPU waits for it; while compiling or capturing, the total is used instead).
+        max_seqlen_q, max_seqlen_k: at least the longest sequence; an int or a 0-d integer tensor
+            (reading one from a GPU waits for it; while compiling or capturing, the bias's length or
+            else the total is used instead). More than the total is as good as the total.
         seqused_q, seqused_k: (B,) int32, how many of each sequence's rows count.
         Others: as in ``attention``; bias is (B|1, Hq|1, max_seqlen_q|1, max_seqlen_k|1), with
             positions local to each sequence.
@@ -163,63 +181,37 @@ def attention_varlen(
     Raises:
         As ``attention``.
     """
-    _no_descales(q_descale, k_descale, v_descale)
-    left, right = _pair(window)
-    result, lse = _call(
-        Inputs(q, k, v, bias, alibi_slopes, sink, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k),
-        {
-            "max_seqlen_q": _longest("max_seqlen_q", max_seqlen_q, q),
-            "max_seqlen_k": _longest("max_seqlen_k", max_seqlen_k, k),
-            "causal": causal,
-            "window_left": left,
-            "window_right": right,
-            "scale": scale,
-            "softcap": softcap,
-            "dropout_p": dropout_p,
-            "deterministic": deterministic,
-            "algorithm": algorithm,
-            "backend": backend,
-        },
-        seed,
-        out,
+    _check_packed(cu_seqlens_q, cu_seqlens_k)
+    asked = _understand(
+        q,
+        k,
+        v,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+        causal=causal,
+        window=window,
+        scale=scale,
+        softcap=softcap,
+        bias=bias,
+        alibi_slopes=alibi_slopes,
+        sink=sink,
+        dropout_p=dropout_p,
+        seed=seed,
+        seqused_q=seqused_q,
+        seqused_k=seqused_k,
+        q_descale=q_descale,
+        k_descale=k_descale,
+        v_descale=v_descale,
+        deterministic=deterministic,
+        algorithm=algorithm,
+        backend=backend,
+        out=out,
+        return_lse=return_lse,
     )
+    result, lse = _call(asked, seed)
     return (result, lse) if return_lse else result
-
-
-def merge(
-    out1: Tensor, lse1: Tensor, out2: Tensor, lse2: Tensor, *, layout: str = "bshd"
-) -> tuple[Tensor, Tensor]:
-    """Attention over the union of two disjoint sets of keys, from the results over each.
-
-    Args:
-        out1, out2: (B, S, H, Dv), (B, H, S, Dv) with ``layout="bhsd"``, or varlen (total, H, Dv).
-        lse1, lse2: their log-sum-exps, (B, H, S) or (H, total). -inf: that part saw no key.
-
-    Returns:
-        The merged output in out1's dtype and its lse. Differentiable in all four.
-
-    Source: Dao et al., FlashAttention (NeurIPS 2022), section 3.1 (softmax by blocks).
-    """
-    swap = not _swapped(layout)
-    if out1.shape != out2.shape:
-        raise ValueError(f"out2.shape: got {tuple(out2.shape)}; allowed is {tuple(out1.shape)}")
-    rows = out1.transpose(-3, -2).shape[:-1] if swap else out1.shape[:-1]
-    for name, lse in (("lse1", lse1), ("lse2", lse2)):
-        if lse.shape != rows:
-            raise ValueError(f"{name}.shape: got {tuple(lse.shape)}; allowed is {tuple(rows)}")
-    top = torch.maximum(lse1, lse2).detach()
-    top = top.masked_fill(top == float("-inf"), 0)
-    weight1, weight2 = torch.exp(lse1 - top), torch.exp(lse2 - top)
-    total = weight1 + weight2
-    dead = total == 0
-    total = total.masked_fill(dead, 1)
-    lse = (top + torch.log(total)).masked_fill(dead, float("-inf"))
-
-    def share(weight: Tensor) -> Tensor:
-        return ((weight / total).transpose(-2, -1) if swap else weight / total).unsqueeze(-1)
-
-    out = share(weight1) * out1 + share(weight2) * out2
-    return out.to(out1.dtype), lse
 
 
 def dropout_mask(
@@ -236,10 +228,23 @@ def dropout_mask(
 
     The very mask that ``attention`` uses with this ``dropout_p`` and ``seed`` (for packed sequences:
     entry b is sequence b's). A kept weight is multiplied by 65536 / (65536 - round(65536 p)).
+
+    Raises:
+        ValueError, TypeError: naming the argument, its value and what is allowed.
     """
-    if not 0 <= dropout_p < 1:
-        raise ValueError(f"dropout_p: got {dropout_p!r}; allowed is in [0, 1)")
-    key = _dropout_key(seed, torch.device(device))
+    sizes = {"batch": batch, "heads": heads, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
+    for name, size in sizes.items():
+        check_type(name, size, int, "an integer")
+        require(0 <= size < 2**32, name, size, "0 to 2**32 - 1")
+    check_type("dropout_p", dropout_p, (int, float), "a number")
+    require(0 <= dropout_p < 1, "dropout_p", dropout_p, "in [0, 1)")
+    require(seed is not None, "seed", None, _SEEDS)
+    _check_seed(seed)
+    try:
+        device = torch.device(device)
+    except (RuntimeError, TypeError):
+        raise ValueError(f"device: got {brief(device)}; allowed is a device of torch") from None
+    key = _dropout_key(seed, device)
     axes = range(heads), range(seqlen_q), range(seqlen_k)
     masks = [philox.keep_mask(key, b, *axes, dropout_p) for b in range(batch)]
     empty = torch.empty(0, heads, seqlen_q, seqlen_k, dtype=torch.bool, device=device)
@@ -270,24 +275,19 @@ def explain(q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> Explanation:
         reason}}, "backward": {...}, "features": [...]}.
 
     Raises:
-        ValueError, TypeError: as the call itself would.
+        ValueError, TypeError, UnsupportedError: as the call itself would, but for the want of a kernel.
     """
-    _no_descales(*(keywords.pop(f"{name}_descale", None) for name in "qkv"))
-    for name in ("out", "return_lse", "seed"):  # no kernel is chosen by these
-        keywords.pop(name, None)
-    if _swapped(keywords.pop("layout", "bshd")):
-        q, k, v = (_swap_heads(name, t) for name, t in (("q", q), ("k", k), ("v", v)))
-    left, right = _pair(keywords.pop("window", (None, None)))
-    for name, t in (("max_seqlen_q", q), ("max_seqlen_k", k)):
-        if name in keywords:
-            keywords[name] = _longest(name, keywords[name], t)
-    tensors = {name: keywords.pop(name) for name in Inputs._fields if name in keywords}
-    x = Inputs(q, k, v, **tensors)
-    check_types(x, keywords)
-    if torch.are_deterministic_algorithms_enabled():
-        keywords["deterministic"] = True
-    spec = make_spec(x, window_left=left, window_right=right, **keywords)
+    only_packed = {"cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"}
+    packed = not only_packed.isdisjoint(keywords)
+    asked = inspect.signature(attention_varlen if packed else attention).bind(q, k, v, **keywords)
+    asked.apply_defaults()
+    if packed:
+        _check_packed(asked.arguments["cu_seqlens_q"], asked.arguments["cu_seqlens_k"])
+    x, options, out = _understand(**asked.arguments)
+    spec = make_spec(x, **options)
     check_values(spec, x)
+    if out is not None:
+        ops.check_out(spec, x, out)
     data: dict[str, Any] = {"features": sorted(spec.features)}
     directions: tuple[dispatch.Direction, ...] = ("forward", "backward")
     for direction in directions:
@@ -299,69 +299,164 @@ def explain(q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> Explanation:
     return Explanation(data)
 
 
-def _call(x: Inputs, options: dict[str, Any], seed: Seed, out: Tensor | None) -> tuple[Tensor, Tensor]:
-    check_types(x, options)
-    _refuse_tangents(x)
+class _Asked(NamedTuple):
+    """A call's arguments, checked as far as they can be without a spec. out: length before heads."""
+
+    x: Inputs
+    options: dict[str, Any]
+    out: Tensor | None
+
+
+def _understand(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool,
+    window: Window,
+    scale: float | None,
+    softcap: float | None,
+    bias: Tensor | None,
+    alibi_slopes: Tensor | None,
+    sink: Tensor | None,
+    dropout_p: float,
+    seed: Seed,
+    seqused_q: Tensor | None,
+    seqused_k: Tensor | None,
+    q_descale: Tensor | None,
+    k_descale: Tensor | None,
+    v_descale: Tensor | None,
+    deterministic: bool,
+    algorithm: str,
+    backend: str,
+    out: Tensor | None,
+    return_lse: bool,
+    layout: str = "bshd",
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | Tensor | None = None,
+    max_seqlen_k: int | Tensor | None = None,
+) -> _Asked:
+    """What ``attention`` and ``attention_varlen`` do before they run anything, and ``explain`` too."""
+    if q_descale is not None or k_descale is not None or v_descale is not None:
+        raise UnsupportedError("q_descale, k_descale, v_descale: no kernel takes fp8 in this version")
+    tensors = bias, alibi_slopes, sink, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k
+    x = Inputs(q, k, v, *tensors)
+    check_tensors(x)
+    if out is not None:
+        check_tensor("out", out, "a tensor or None")
+        _check_out_can_be_written(x, out)
+    if heads_first(layout):
+        if out is not None:
+            out = _swap_out(x, out)
+        x = x._replace(q=_swap_heads("q", q), k=_swap_heads("k", k), v=_swap_heads("v", v))
+    left, right = _pair(window)
+    options: dict[str, Any] = {
+        "max_seqlen_q": _longest("max_seqlen_q", max_seqlen_q, q, bias, 2),
+        "max_seqlen_k": _longest("max_seqlen_k", max_seqlen_k, k, bias, 3),
+        "causal": causal,
+        "window_left": left,
+        "window_right": right,
+        "scale": scale,
+        "softcap": softcap,
+        "dropout_p": dropout_p,
+        "deterministic": deterministic,
+        "algorithm": algorithm,
+        "backend": backend,
+    }
+    check_options(options)
+    check_type("return_lse", return_lse, bool, "a bool")
+    _check_seed(seed)
     options["deterministic"] |= torch.are_deterministic_algorithms_enabled()
+    ops.refuse_tangents(*x)
+    return _Asked(x, options, out)
+
+
+def _call(asked: _Asked, seed: Seed) -> tuple[Tensor, Tensor]:
+    x, options, out = asked
     if options["dropout_p"] > 0:
         x = x._replace(dropout_key=_dropout_key(seed, x.q.device))
     values = [options[name] for name in ops.OPTION_NAMES]
     if out is None:
-        result, lse, _ = torch.ops.tilewise.forward(*x, *values)
+        result, lse, _ = ops.call("forward", *x, *values)
         return result, lse
-    if not isinstance(out, Tensor):
-        raise TypeError(f"out: got {type(out).__name__}; allowed is a tensor or None")
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (*x, out)):
-        raise ValueError("out: got a tensor while gradients are recorded; allowed is None, or no_grad")
     return out, torch.ops.tilewise.forward_out(out, *x, *values)
 
 
-def _refuse_tangents(x: Inputs) -> None:
-    """Forward-mode derivatives would pass an operator by and come out as zero, without a word."""
-    if forward_ad._current_level < 0:
-        return
-    if any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in x):
-        raise UnsupportedError(
-            "forward-mode derivatives of attention (jvp, jacfwd) are not implemented: use backward"
-        )
+def _check_packed(cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None) -> None:
+    """Without lengths it would be a dense call, whatever the caller meant."""
+    for name, t in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        require(t is not None, name, None, "an int32 tensor (B + 1,): varlen needs both")
 
 
-def _swapped(layout: str) -> bool:
-    if layout not in LAYOUTS:
-        raise ValueError(f"layout: got {layout!r}; allowed is one of {', '.join(LAYOUTS)}")
-    return layout == "bhsd"
+def _check_out_can_be_written(x: Inputs, out: Tensor) -> None:
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (*x, out)):
+        raise ValueError("out: got a tensor while gradients are recorded; allowed is None, or no_grad")
+    if torch._C._are_functorch_transforms_active():
+        raise ValueError("out: got a tensor under a transform of torch.func; allowed is None")
 
 
 def _swap_heads(name: str, x: Tensor) -> Tensor:
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{name}: got {type(x).__name__}; allowed is a tensor")
-    if x.dim() != 4:
-        raise ValueError(f"{name}.shape: got {tuple(x.shape)}; allowed is (B, heads, S, head_dim)")
+    require(x.dim() == 4, f"{name}.shape", tuple(x.shape), "(B, heads, S, head_dim)")
     return x.transpose(1, 2)
+
+
+def _swap_out(x: Inputs, out: Tensor) -> Tensor:
+    """Its shape is checked before, so that a message has the shapes that the caller knows."""
+    if x.q.dim() == x.v.dim() == 4:
+        want = (*x.q.shape[:-1], x.v.shape[-1])
+        require(tuple(out.shape) == want, "out.shape", tuple(out.shape), f"{want}")
+    return _swap_heads("out", out)
 
 
 def _pair(window: Window) -> Window:
     try:
         left, right = window
     except (TypeError, ValueError):
-        raise ValueError(f"window: got {window!r}; allowed is a pair (left, right)") from None
+        raise ValueError(f"window: got {brief(window)}; allowed is a pair (left, right)") from None
     return left, right
 
 
-def _longest(name: str, value: int | Tensor, x: Tensor) -> int:
-    """max_seqlen as an int. The total bounds every sequence, where reading a tensor is not possible."""
+def _longest(
+    name: str, value: int | Tensor | None, rows: Tensor, bias: Tensor | None, dim: int
+) -> int | None:
+    """max_seqlen as an int.
+
+    Where a tensor cannot be read, something else says it: the bias, which is as long unless it
+    broadcasts, or the total, which bounds every sequence.
+    """
     if not isinstance(value, Tensor):
         return value
-    if value.numel() != 1:
-        raise ValueError(f"{name}.shape: got {tuple(value.shape)}; allowed is a 0-d tensor or an int")
-    if torch.compiler.is_compiling() or (value.is_cuda and torch.cuda.is_current_stream_capturing()):
-        return x.shape[0]
+    require(value.numel() == 1, f"{name}.shape", tuple(value.shape), "a 0-d tensor or an int")
+    integer = not (value.is_floating_point() or value.is_complex() or value.dtype == torch.bool)
+    require_type(integer, f"{name}.dtype", value.dtype, "one of the integer types")
+    if (
+        torch.compiler.is_compiling()
+        or value.is_meta
+        or (value.is_cuda and torch.cuda.is_current_stream_capturing())
+    ):
+        if bias is not None and bias.dim() == 4 and bias.shape[dim] > 1:
+            return bias.shape[dim]
+        return rows.shape[0]
     return int(value)
 
 
-def _no_descales(*descales: Tensor | None) -> None:
-    if any(t is not None for t in descales):
-        raise UnsupportedError("q_descale, k_descale, v_descale: no kernel takes fp8 in this version")
+_SEEDS = "an int, (seed, offset) or an int64 tensor"
+
+
+def _check_seed(seed: Seed) -> None:
+    if seed is None:
+        return
+    if isinstance(seed, Tensor):
+        fits = seed.dtype == torch.int64 and seed.numel() in (1, 2)
+        if not fits:
+            got = f"{seed.dtype} of shape {tuple(seed.shape)}"
+            raise ValueError(f"seed: got {got}; allowed is int64, 1 or 2 elements")
+        return
+    pair = seed if isinstance(seed, tuple) else (seed, 0)
+    fits = len(pair) == 2 and all(type(n) is not bool and isinstance(n, int) for n in pair)
+    if not (fits and all(-(2**63) <= n < 2**63 for n in pair)):
+        raise ValueError(f"seed: got {brief(seed)}; allowed is {_SEEDS}")
 
 
 def _dropout_key(seed: Seed, device: torch.device) -> Tensor:
@@ -369,14 +464,8 @@ def _dropout_key(seed: Seed, device: torch.device) -> Tensor:
     if seed is None:
         return torch.randint(-(2**63), 2**63 - 1, (1,), dtype=torch.int64, device=device)
     if isinstance(seed, Tensor):
-        if seed.dtype != torch.int64 or seed.numel() not in (1, 2):
-            raise ValueError(
-                f"seed: got {seed.dtype} of shape {tuple(seed.shape)}; allowed is int64, 1 or 2 elements"
-            )
         flat = seed.to(device).reshape(-1)
         return philox.fold(flat[:1], flat[1:2] if flat.numel() == 2 else 0)
     pair = seed if isinstance(seed, tuple) else (seed, 0)
-    if len(pair) != 2 or not all(isinstance(n, int) and -(2**63) <= n < 2**63 for n in pair):
-        raise ValueError(f"seed: got {seed!r}; allowed is an int, (seed, offset) or an int64 tensor")
     first, offset = (torch.full((1,), n, dtype=torch.int64, device=device) for n in pair)
     return philox.fold(first, offset)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from tilewise import dispatch
 from tilewise.errors import UnsupportedError
@@ -37,6 +38,26 @@ _library.define(
     f"backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, Tensor saved, {_TENSORS}, "
     f"{_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
+
+
+def call(name: str, *args: Any) -> Any:
+    """``torch.ops.tilewise.<name>``, also where a transform of ``torch.func`` is at work."""
+    if torch._C._are_functorch_transforms_active():
+        from tilewise import transforms  # only now: see there
+
+        return transforms.call(name, *args)
+    return getattr(torch.ops.tilewise, name)(*args)
+
+
+NO_FORWARD_MODE = "forward-mode derivatives of attention (jvp, jacfwd) are not implemented: use backward"
+
+
+def refuse_tangents(*tensors: Tensor | None) -> None:
+    """Forward-mode derivatives would pass an operator by and come out as zero, without a word."""
+    if forward_ad._current_level < 0:
+        return
+    if any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors):
+        raise UnsupportedError(NO_FORWARD_MODE)
 
 
 _specs: dict[Any, AttentionSpec] = {}  # of calls that were checked before; a training step repeats a few
@@ -115,7 +136,7 @@ def _forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
 def _forward_out(out: Tensor, *args: Any) -> Tensor:
     spec, x = _prepare(args)
     check_values(spec, x)
-    _check_out(spec, x, out)
+    check_out(spec, x, out)
     # Kernels store rows while others still read inputs.
     target = torch.empty_like(out) if any(_may_overlap(out, t) for t in x) else out
     if spec.ragged:
@@ -151,7 +172,7 @@ def _overlaps_itself(t: Tensor) -> bool:
     return False
 
 
-def _check_out(spec: AttentionSpec, x: Inputs, out: Tensor) -> None:
+def check_out(spec: AttentionSpec, x: Inputs, out: Tensor) -> None:
     want = (*x.q.shape[:-1], spec.head_dim_v)
     if tuple(out.shape) != want:
         raise ValueError(f"out.shape: got {tuple(out.shape)}; allowed is {want}")
@@ -160,9 +181,9 @@ def _check_out(spec: AttentionSpec, x: Inputs, out: Tensor) -> None:
             f"out: got {out.dtype} on {out.device}; allowed is q's, {spec.dtype} on {spec.device}"
         )
     if out.stride(-1) != 1 and out.shape[-1] != 1:
-        raise ValueError(f"out.stride(): got {out.stride()}; allowed is a contiguous last dimension")
+        raise ValueError(f"out.stride(-1): got {out.stride(-1)}; allowed is 1, adjacent elements")
     if _overlaps_itself(out):
-        raise ValueError(f"out.stride(): got {out.stride()}; allowed is one place for each element")
+        raise ValueError("out: got elements that share memory; allowed is one place for each element")
 
 
 class Gradients:
@@ -201,7 +222,7 @@ def _fake_forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 def _fake_forward_out(out: Tensor, *args: Any) -> Tensor:
     spec, x = _prepare_fake(args)
-    _check_out(spec, x, out)
+    check_out(spec, x, out)
     return _empty_statistics(spec, x)[0]
 
 
@@ -211,27 +232,26 @@ def _fake_backward(
     return _as_returned(Gradients(*_prepare_fake(args)))
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(output[2])
     ctx.save_for_backward(*output, *inputs[:_TENSOR_COUNT])
     ctx.options = inputs[_TENSOR_COUNT:]
 
 
-def _autograd(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Tensor | None) -> tuple[Any, ...]:
+def gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Tensor | None) -> tuple[Any, ...]:
+    refuse_tangents(dout, dlse)
     out, lse, saved, *tensors = ctx.saved_tensors
     if dout is None:
         dout = out.new_zeros(()).expand(out.shape)
-    dq, dk, dv, dbias, dsink = torch.ops.tilewise.backward(
-        dout, dlse, out, lse, saved, *tensors, *ctx.options
-    )
+    dq, dk, dv, dbias, dsink = call("backward", dout, dlse, out, lse, saved, *tensors, *ctx.options)
     bias, sink = tensors[3], tensors[5]
-    gradients = {0: dq, 1: dk, 2: dv, 3: None if bias is None else dbias}
-    gradients[5] = None if sink is None else dsink
-    return tuple(gradients.get(i) for i in range(_TENSOR_COUNT + len(OPTION_NAMES)))
+    found = {0: dq, 1: dk, 2: dv, 3: None if bias is None else dbias}
+    found[5] = None if sink is None else dsink
+    return tuple(found.get(i) for i in range(_TENSOR_COUNT + len(OPTION_NAMES)))
 
 
-def _no_double_backward(ctx: Any, *grads: Tensor | None) -> None:
+def no_double_backward(ctx: Any, *grads: Tensor | None) -> None:
     raise UnsupportedError(
         "second derivatives of attention are not implemented: call backward without create_graph"
     )
@@ -245,6 +265,6 @@ for _name, _function, _fake in (
     _library.impl(_name, _function, "CompositeExplicitAutograd")
     torch.library.register_fake(f"tilewise::{_name}", _fake, lib=_library)
 torch.library.register_autograd(
-    "tilewise::forward", _autograd, setup_context=_setup_context, lib=_library
+    "tilewise::forward", gradients, setup_context=setup_context, lib=_library
 )
-torch.library.register_autograd("tilewise::backward", _no_double_backward, lib=_library)
+torch.library.register_autograd("tilewise::backward", no_double_backward, lib=_library)

@@ -7,6 +7,7 @@ Whoever holds a spec (dispatch, backends) may trust it; nobody checks again.
 from __future__ import annotations
 
 import os
+import reprlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.masked import MaskedTensor
 
 from tilewise.mask import normalize_window
 
@@ -140,7 +142,7 @@ def make_spec(
     if varlen:
         batch = _check_cu_seqlens(x)
         for name, value in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
-            _require(value is not None and value >= 0, name, value, "a length >= 0")
+            require(value is not None and value >= 0, name, value, "a length >= 0")
         assert max_seqlen_q is not None and max_seqlen_k is not None
         max_q, max_k = max_seqlen_q, max_seqlen_k
     else:
@@ -148,21 +150,23 @@ def make_spec(
     heads_q, heads_kv = x.q.shape[-2], x.k.shape[-2]
 
     for name, value in (("window[0]", window_left), ("window[1]", window_right)):
-        _require(value is None or abs(value) < 2**31, name, value, "None or a 32-bit integer")
+        require(value is None or abs(value) < 2**31, name, value, "None or a 32-bit integer")
     scale = x.q.shape[-1] ** -0.5 if scale is None else float(scale)
     # Far inside fp32's range, so that no kernel's product or quotient of the two leaves it.
     for name, factor in (("scale", scale), ("softcap", softcap)):
         fits = factor is None or 2.0**-60 <= factor <= 2.0**60
-        _require(fits, name, factor, "None or a number from 2**-60 to 2**60")
-    _require(0 <= dropout_p < 1, "dropout_p", dropout_p, "in [0, 1)")
-    _require(algorithm in ALGORITHMS, "algorithm", algorithm, f"one of {', '.join(ALGORITHMS)}")
-    _require(backend in BACKENDS, "backend", backend, f"one of {', '.join(BACKENDS)}")
+        require(fits, name, factor, "None or a number from 2**-60 to 2**60")
+    require(0 <= dropout_p < 1, "dropout_p", dropout_p, "in [0, 1)")
+    require(algorithm in ALGORITHMS, "algorithm", algorithm, f"one of {', '.join(ALGORITHMS)}")
+    require(backend in BACKENDS, "backend", backend, f"one of {', '.join(BACKENDS)}")
 
     _check_bias(x, varlen, batch, heads_q, max_q, max_k)
     _check_alibi(x, batch, heads_q)
     _check_sink(x, heads_q)
     for name in ("seqused_q", "seqused_k"):
         _check_lengths(name, getattr(x, name), batch, x.q.device)
+    if varlen:  # no sequence is longer than all together, and grids grow with these
+        max_q, max_k = min(max_q, x.q.shape[0]), min(max_k, x.k.shape[0])
     left, right = normalize_window(causal, (window_left, window_right), max_q, max_k)
     return AttentionSpec(
         batch=batch,
@@ -191,27 +195,47 @@ def make_spec(
     )
 
 
-def check_types(x: Inputs, options: dict[str, object]) -> None:
-    """Check the Python types of a call's arguments, before an operator's schema would refuse them.
+def check_tensors(x: Inputs) -> None:
+    """TypeError unless the tensors of a call are tensors, of the plain kind that has strides."""
+    for name, t in zip(x._fields, x, strict=True):
+        if t is not None or name in ("q", "k", "v"):
+            check_tensor(name, t, "a tensor" if name in ("q", "k", "v") else "a tensor or None")
 
-    Raises:
-        TypeError: naming the argument, its type and what is allowed.
-    """
-    for name, t in x._asdict().items():
-        optional = name not in ("q", "k", "v")
-        _require_type(
-            isinstance(t, Tensor) or (optional and t is None),
-            name,
-            type(t).__name__,
-            "a tensor or None" if optional else "a tensor",
-        )
+
+def check_options(options: dict[str, object]) -> None:
+    """Check the Python types of an operator's options, before its schema would refuse them."""
     for name, value in options.items():
         types, allowed = _OPTION_TYPES[name]
-        # bool is an int to Python, but a length or a scale that is True is a mistake.
-        ok = isinstance(value, types) and (types is bool or not isinstance(value, bool))
-        if not ok:  # only now to text, which torch.compile cannot make of a symbolic length
-            got = f"{value!r} ({type(value).__name__})"
-            _require_type(False, _SHOWN.get(name, name), got, allowed)
+        check_type(_SHOWN.get(name, name), value, types, allowed)
+
+
+def heads_first(layout: str) -> bool:
+    """Whether heads come before length. ValueError if there is no such layout."""
+    require(layout in LAYOUTS, "layout", layout, f"one of {', '.join(LAYOUTS)}")
+    return layout == "bhsd"
+
+
+def check_type(name: str, value: object, types: Any, allowed: str) -> None:
+    """TypeError if the value is of none of the types, ValueError if no 64-bit integer can hold it."""
+    # bool is an int to Python, but a length or a scale that is True is a mistake.
+    ok = isinstance(value, types) and (types is bool or not isinstance(value, bool))
+    if not ok:  # only now to text, which torch.compile cannot make of a symbolic length
+        require_type(False, name, f"{brief(value)} ({type(value).__name__})", allowed)
+    if type(value) is int and not -(2**63) <= value < 2**63:
+        require(False, name, value, f"{allowed}, of 64 bits")
+
+
+def check_tensor(name: str, t: object, allowed: str = "a tensor") -> None:
+    """TypeError unless it is a tensor whose elements lie in memory by strides."""
+    if not isinstance(t, Tensor):
+        require_type(False, name, type(t).__name__, allowed)
+        return
+    require_type(
+        not t.is_nested, name, "a nested tensor", "a plain one; attention_varlen packs sequences"
+    )
+    require_type(t.layout == torch.strided, f"{name}.layout", t.layout, "torch.strided")
+    if type(t) is not Tensor:
+        require_type(not isinstance(t, MaskedTensor), name, "a MaskedTensor", "a plain one")
 
 
 _SHOWN = {"window_left": "window[0]", "window_right": "window[1]"}  # what the caller calls them
@@ -280,12 +304,23 @@ def _starts_and_lengths(
     return starts, lengths if used is None else used.tolist()
 
 
-def _require(ok: bool, name: str, value: object, allowed: str) -> None:
+def brief(value: object) -> str:
+    """``repr`` in one line of bearable length, for messages."""
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    return " ".join(_BRIEF.repr(value).split())
+
+
+_BRIEF = reprlib.Repr()
+_BRIEF.maxstring = _BRIEF.maxother = 80
+
+
+def require(ok: bool, name: str, value: object, allowed: str) -> None:
     if not ok:
-        raise ValueError(f"{name}: got {value!r}; allowed is {allowed}")
+        raise ValueError(f"{name}: got {brief(value)}; allowed is {allowed}")
 
 
-def _require_type(ok: bool, name: str, value: object, allowed: str) -> None:
+def require_type(ok: bool, name: str, value: object, allowed: str) -> None:
     if not ok:
         raise TypeError(f"{name}: got {value}; allowed is {allowed}")
 
@@ -294,20 +329,24 @@ def _check_qkv(x: Inputs, varlen: bool) -> None:
     rank, form = (3, "(total, heads, head_dim)") if varlen else (4, "(B, S, heads, head_dim)")
     q, k, v = x.q, x.k, x.v
     for name, t in (("q", q), ("k", k), ("v", v)):
-        _require(t.dim() == rank, f"{name}.shape", tuple(t.shape), f"rank {rank}, {form}")
+        require(t.dim() == rank, f"{name}.shape", tuple(t.shape), f"rank {rank}, {form}")
         supported = ", ".join(DTYPES.values())
-        _require_type(t.dtype in DTYPES, f"{name}.dtype", t.dtype, supported)
-        _require_type(t.dtype == q.dtype, f"{name}.dtype", t.dtype, f"q's, {q.dtype}")
-        _require(1 <= t.shape[-1] <= MAX_HEAD_DIM, f"{name} head dim", t.shape[-1], "1 to 256")
+        require_type(t.dtype in DTYPES, f"{name}.dtype", t.dtype, supported)
+        require_type(t.dtype == q.dtype, f"{name}.dtype", t.dtype, f"q's, {q.dtype}")
+        require(1 <= t.shape[-1] <= MAX_HEAD_DIM, f"{name} head dim", t.shape[-1], "1 to 256")
     for name, t in x._asdict().items():
         if t is not None:
-            _require(t.device == q.device, f"{name}.device", t.device, f"q's, {q.device}")
+            require(t.device == q.device, f"{name}.device", t.device, f"q's, {q.device}")
     if not varlen:
-        _require(k.shape[0] == q.shape[0], "k batch size", k.shape[0], f"q's, {q.shape[0]}")
-    _require(k.shape[-1] == q.shape[-1], "k head dim", k.shape[-1], f"q's, {q.shape[-1]}")
-    _require(v.shape[:-1] == k.shape[:-1], "v.shape", tuple(v.shape), f"{tuple(k.shape[:-1])} + (Dv,)")
+        require(k.shape[0] == q.shape[0], "k batch size", k.shape[0], f"q's, {q.shape[0]}")
+    require(k.shape[-1] == q.shape[-1], "k head dim", k.shape[-1], f"q's, {q.shape[-1]}")
+    # One size at a time: the order of dimensions is the caller's, who may have put heads first.
+    if not varlen:
+        require(v.shape[0] == k.shape[0], "v batch size", v.shape[0], f"k's, {k.shape[0]}")
+    require(v.shape[-3] == k.shape[-3], "v length", v.shape[-3], f"k's, {k.shape[-3]}")
+    require(v.shape[-2] == k.shape[-2], "v heads", v.shape[-2], f"k's, {k.shape[-2]}")
     heads_q, heads_kv = q.shape[-2], k.shape[-2]
-    _require(
+    require(
         heads_kv > 0 and heads_q % heads_kv == 0 and heads_q > 0,
         "q heads",
         heads_q,
@@ -318,16 +357,16 @@ def _check_qkv(x: Inputs, varlen: bool) -> None:
 def _check_lengths(name: str, t: Tensor | None, count: int, device: torch.device) -> None:
     if t is None:
         return
-    _require_type(t.dtype == torch.int32, f"{name}.dtype", t.dtype, "torch.int32")
-    _require(tuple(t.shape) == (count,), f"{name}.shape", tuple(t.shape), f"({count},)")
-    _require(t.is_contiguous(), f"{name}.stride()", t.stride(), "contiguous")
+    require_type(t.dtype == torch.int32, f"{name}.dtype", t.dtype, "torch.int32")
+    require(tuple(t.shape) == (count,), f"{name}.shape", tuple(t.shape), f"({count},)")
+    require(t.is_contiguous(), f"{name}.stride()", t.stride(), "contiguous")
 
 
 def _check_cu_seqlens(x: Inputs) -> int:
     for name in ("cu_seqlens_q", "cu_seqlens_k"):
         t = getattr(x, name)
-        _require(t is not None, name, None, "an int32 tensor (B + 1,): varlen needs both")
-        _require(t.dim() == 1 and t.shape[0] >= 1, f"{name}.shape", tuple(t.shape), "(B + 1,)")
+        require(t is not None, name, None, "an int32 tensor (B + 1,): varlen needs both")
+        require(t.dim() == 1 and t.shape[0] >= 1, f"{name}.shape", tuple(t.shape), "(B + 1,)")
     assert x.cu_seqlens_q is not None and x.cu_seqlens_k is not None
     count = x.cu_seqlens_q.shape[0]
     for name in ("cu_seqlens_q", "cu_seqlens_k"):
@@ -344,8 +383,8 @@ def _check_bias(x: Inputs, varlen: bool, batch: int, heads: int, max_q: int, max
     if varlen:
         allowed += ", positions local to each sequence"
     fits = len(shape) == 4 and all(n in (1, m) for n, m in zip(shape, full, strict=True))
-    _require(fits, "bias.shape", shape, allowed)
-    _require_type(
+    require(fits, "bias.shape", shape, allowed)
+    require_type(
         x.bias.dtype in (torch.float32, x.q.dtype),
         "bias.dtype",
         x.bias.dtype,
@@ -359,19 +398,17 @@ def _check_alibi(x: Inputs, batch: int, heads: int) -> None:
         return
     shape = tuple(slopes.shape)
     allowed = f"({heads},) or ({batch}, {heads})"
-    _require(shape in ((heads,), (batch, heads)), "alibi_slopes.shape", shape, allowed)
-    _require_type(slopes.dtype == torch.float32, "alibi_slopes.dtype", slopes.dtype, "torch.float32")
-    _require(
-        not slopes.requires_grad, "alibi_slopes.requires_grad", True, "False: they have no gradient"
-    )
+    require(shape in ((heads,), (batch, heads)), "alibi_slopes.shape", shape, allowed)
+    require_type(slopes.dtype == torch.float32, "alibi_slopes.dtype", slopes.dtype, "torch.float32")
+    require(not slopes.requires_grad, "alibi_slopes.requires_grad", True, "False: they have no gradient")
 
 
 def _check_sink(x: Inputs, heads: int) -> None:
     if x.sink is None:
         return
-    _require(tuple(x.sink.shape) == (heads,), "sink.shape", tuple(x.sink.shape), f"({heads},)")
+    require(tuple(x.sink.shape) == (heads,), "sink.shape", tuple(x.sink.shape), f"({heads},)")
     allowed = {torch.float32, torch.bfloat16, x.q.dtype}
-    _require_type(
+    require_type(
         x.sink.dtype in allowed, "sink.dtype", x.sink.dtype, f"one of {sorted(map(str, allowed))}"
     )
 
@@ -396,19 +433,19 @@ def check_values(spec: AttentionSpec, x: Inputs) -> None:
         if cu_seqlens is not None:
             cu = cu_seqlens.tolist()
             lengths = [b - a for a, b in pairwise(cu)]
-            _require(
-                cu[0] == 0 and min(lengths, default=0) >= 0 and cu[-1] <= t.shape[0],
-                f"cu_seqlens_{side}",
-                cu,
-                f"0 first, never decreasing, at most {t.shape[0]} (rows of {side})",
-            )
-            _require(
+            name = f"cu_seqlens_{side}"
+            require(cu[0] == 0, f"{name}[0]", cu[0], "0")
+            if min(lengths, default=0) < 0:
+                n = 1 + next(n for n, length in enumerate(lengths) if length < 0)
+                require(False, f"{name}[{n}]", cu[n], f"at least {cu[n - 1]}, the one before it")
+            require(cu[-1] <= t.shape[0], f"{name}[-1]", cu[-1], f"at most {t.shape[0]}, rows of {side}")
+            require(
                 max(lengths, default=0) <= longest,
                 f"max_seqlen_{side}",
                 longest,
                 f"at least the longest sequence, {max(lengths, default=0)}",
             )
         if seqused is not None:
-            used = seqused.tolist()
-            fits = all(0 <= n <= m for n, m in zip(used, lengths, strict=True))
-            _require(fits, f"seqused_{side}", used, f"between 0 and the sequence lengths {lengths}")
+            for n, (used, length) in enumerate(zip(seqused.tolist(), lengths, strict=True)):
+                if not 0 <= used <= length:
+                    require(False, f"seqused_{side}[{n}]", used, f"0 to {length}, its sequence's length")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import made_up
 import pytest
 from typer.testing import CliRunner
@@ -60,6 +62,23 @@ def test_compare_says_where_b_is_slower(files):
         tilewise_command("bench", "--compare", str(files / "b.json"), str(files / "a.json")).exit_code
         == 0
     )
+
+
+def damaged(files):
+    data = json.loads((files / "a.json").read_text())
+    data["cells"][0]["measurements"][0]["ms"] = "fast"
+    (files / "damaged.json").write_text(json.dumps(data))
+
+
+@pytest.mark.parametrize("command", [["plot"], ["bench", "--compare", "damaged.json"]])
+def test_a_damaged_result_is_one_line_and_exit_status_2(files, monkeypatch, command):
+    """It was read without a look at its types, and a traceback came later."""
+    damaged(files)
+    monkeypatch.chdir(files)
+    result = tilewise_command(*command, "damaged.json")
+    assert result.exit_code == 2
+    (line,) = result.stderr.splitlines()
+    assert line.startswith(f"tilewise {command[0]}: damaged.json: damaged: result.cells[0]")
 
 
 @pytest.mark.parametrize("other", ["other.json", "none.json"])

@@ -34,6 +34,19 @@ def test_sizes_that_make_no_sense_are_refused_by_name(text):
         grid.sizes(text, "--seqlen")
 
 
+@pytest.mark.parametrize(
+    "text", ["1000000000000", "16385k", "512..99999999", "9" * 5000, "9" * 5000 + "k"]
+)
+def test_sizes_have_a_bound(text):
+    """The largest went to the allocator, and a very long one was an error of Python's own."""
+    with pytest.raises(
+        BadRequest, match=r"^--seqlen: got .* allowed is a whole number from 1 to 16777216"
+    ) as e:
+        grid.sizes(text, "--seqlen")
+    assert len(str(e.value)) < 200
+    assert grid.sizes("16384k", "--seqlen") == (2**24,)
+
+
 def test_the_papers_grid():
     problems = grid.problems(grid.preset("paper", "cuda"))
     assert len(problems) == 3 * 6 * 2

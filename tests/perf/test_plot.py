@@ -72,6 +72,25 @@ def test_missing_matplotlib_is_one_line(tmp_path, monkeypatch):
         plot.draw(made_up.run(), tmp_path, "x")
 
 
+def test_dollar_signs_are_no_formula(tmp_path):
+    """A name with two of them, from a file of somebody else's, ended in an error of the parser."""
+    run = made_up.run("gqa")
+    run.machine["name"] = r"$\nonsense$"
+    run.contenders[0]["title"] = r"$\nonsense$"
+    assert plot.draw(run, tmp_path, "x")
+
+
+def test_what_matplotlib_refuses_is_one_line(tmp_path, monkeypatch):
+    """As a picture of thousands of panels, which is too large for it."""
+
+    def refuse(*_, **__):
+        raise ValueError("Image size of 1x99999 pixels is too large")
+
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", refuse)
+    with pytest.raises(PlotError, match=r"^x: cannot be drawn: Image size"):
+        plot.draw(made_up.run("gqa"), tmp_path, "x")
+
+
 def test_a_run_without_numbers_is_refused(tmp_path):
     run = made_up.run()
     run.cells.clear()

@@ -54,6 +54,11 @@ def damaged(path, **changes):
         ({"cells": [{"direction": "forward"}]}, "damaged"),
         ({"machine": "gone"}, "damaged"),
         ({"surprise": 1}, "damaged"),
+        ({"cells": 5}, "damaged: result.cells: got 5"),
+        ({"contenders": [{"name": "a"}]}, r"damaged: result.contenders\[0\]: absent is missing"),
+        ({"contenders": 5}, "damaged: result.contenders: got 5"),
+        ({"ceilings": {"before": 5}}, "damaged: result.ceilings.before: got 5"),
+        ({"date": None}, "damaged: result.date: got None"),
     ],
 )
 def test_a_file_that_is_not_ours_is_refused_in_one_line(path, changes, words):
@@ -62,7 +67,30 @@ def test_a_file_that_is_not_ours_is_refused_in_one_line(path, changes, words):
     assert "\n" not in str(caught.value) and path.name in str(caught.value)
 
 
-@pytest.mark.parametrize("text", ["", "no json", "[1, 2]", "\udcff"])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("ms", "fast"),
+        ("ms", 0),
+        ("ms", -1.0),
+        ("tflops", float("inf")),
+        ("tflops", 1e300),
+        ("spread", [1]),
+        ("status", "fine"),
+        ("contender", None),
+    ],
+)
+def test_a_measurement_that_is_none_is_refused_in_one_line(path, name, value):
+    """Each of them was read, and ended plot or --compare in a traceback."""
+    data = json.loads(path.read_text())
+    data["cells"][0]["measurements"][0][name] = value
+    path.write_text(json.dumps(data))
+    with pytest.raises(ResultError, match=f"damaged: .*{name}") as caught:
+        results.read(path)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["", "no json", "[1, 2]", "\udcff", "[" * 100_000])
 def test_rubbish_is_refused_in_one_line(path, text):
     path.write_bytes(text.encode("utf-8", "surrogateescape"))
     with pytest.raises(ResultError):

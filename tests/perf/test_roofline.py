@@ -263,6 +263,12 @@ def test_bad_input_is_one_line_and_exit_status_2(arguments, message):
         ({"gpu": "H200", "cells": []}, "has no cell of H200 with"),
         ({"gpu": "H200", "cells": [CELL | {"seqlen": "8k"}]}, "has no cell of H200 with"),
         ({"gpu": "H200", "cells": [CELL | {"head_dim": 1000}]}, "has no cell of H200 with"),
+        ({"gpu": "H200", "cells": [CELL | {"seqlen": 10**200}]}, "has no cell of H200 with"),
+        ({"gpu": "H200", "cells": [CELL | {"seqlen": True}]}, "has no cell of H200 with"),
+        ({"gpu": "H200", "cells": [CELL | {"dtype": ["bf16"]}]}, "has no cell of H200 with"),
+        ({"gpu": "H200", "cells": [CELL | {"tflops": 10**400}]}, "has no cell of H200 with"),
+        ({"gpu": "H200", "cells": [CELL | {"tflops": float("nan")}]}, "has no cell of H200 with"),
+        ("[" * 100_000, "is not JSON"),
     ],
 )
 def test_a_foreign_result_is_one_line_and_exit_status_2(result, content, message):

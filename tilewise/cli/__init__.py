@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 
+from tilewise.cli import streams
+
 _EXTRA = {"typer", "rich"}
 
 
@@ -16,4 +18,4 @@ def main() -> None:
         if package not in _EXTRA:
             raise
         sys.exit(f"tilewise: {package} is missing; install it with: pip install 'tilewise[cli]'")
-    app()
+    streams.run(app)

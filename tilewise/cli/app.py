@@ -57,7 +57,9 @@ def demo(
     steps: Annotated[
         int | None, typer.Option(min=1, help="Training steps; the device decides if not given.")
     ] = None,
-    length: Annotated[int, typer.Option(min=256, help="Tokens of the long sequence.")] = 32768,
+    length: Annotated[
+        int, typer.Option(min=256, max=2**24, help="Tokens of the long sequence.")
+    ] = 32768,
 ) -> None:
     """Train a small GPT on real text with Tilewise and without, then run a very long sequence.
 

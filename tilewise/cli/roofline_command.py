@@ -17,6 +17,7 @@ from tilewise.perf.roofline import ITEMSIZES, Plan, problem_bound, tile_bound
 from tilewise.perf.tile_work import Tile
 
 _ARTICLES_TILE = "128,128,128"
+_LARGEST = 2**31 - 1
 
 
 def roofline(
@@ -24,10 +25,12 @@ def roofline(
     tile: Annotated[
         str | None, typer.Option(metavar="M,N,D", help="Queries, keys and head dim of one tile.")
     ] = None,
-    seqlen: Annotated[int | None, typer.Option(min=1, help="A whole problem of this length.")] = None,
+    seqlen: Annotated[
+        int | None, typer.Option(min=1, max=_LARGEST, help="A whole problem of this length.")
+    ] = None,
     head_dim: Annotated[int, typer.Option(min=1, max=256)] = 128,
-    heads: Annotated[int, typer.Option(min=1)] = 16,
-    batch: Annotated[int, typer.Option(min=1)] = 1,
+    heads: Annotated[int, typer.Option(min=1, max=_LARGEST)] = 16,
+    batch: Annotated[int, typer.Option(min=1, max=_LARGEST)] = 1,
     causal: Annotated[bool, typer.Option("--causal", help="Causal mask.")] = False,
     dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp8.")] = "bf16",
     two_cta: Annotated[
@@ -53,7 +56,9 @@ def roofline(
     ] = False,
     sram: Annotated[
         int | None,
-        typer.Option(min=1, help="With --memory: bytes on chip instead of the GPU's; tiles follow."),
+        typer.Option(
+            min=1, max=_LARGEST, help="With --memory: bytes on chip instead of the GPU's; tiles follow."
+        ),
     ] = None,
     picture: Annotated[Path | None, typer.Option(help="Draw the bounds: FILE.png or FILE.svg.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Everything, as JSON.")] = False,

@@ -10,6 +10,7 @@ import sys
 import time
 from dataclasses import fields
 
+from tilewise.cli import streams
 from tilewise.perf import bench, results, summary
 from tilewise.perf.grid import BadRequest
 from tilewise.perf.request import HELP, Request
@@ -65,4 +66,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    streams.run(lambda: sys.exit(main()))

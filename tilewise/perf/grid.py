@@ -35,6 +35,7 @@ class Axes:
 WIDTH = 2048
 WINDOWS = (256, 512, 1024, 2048, 4096)
 LONGEST = 8192  # of the mixed lengths
+LARGEST = 2**24  # of every number that a person may ask for
 
 _PAPER = Axes((64, 128, 256), (512, 1024, 2048, 4096, 8192, 16384))
 _LONG = (1024, 2048, 4096, 8192, 16384)
@@ -142,13 +143,15 @@ _KINDS: dict[str, Callable[[Axes], Iterator[Problem]]] = {
 
 
 def size(text: str, option: str) -> int:
-    """A whole number above 0; "16k" is 16384. Raises BadRequest."""
+    """A whole number from 1 to LARGEST; "16k" is 16384. Raises BadRequest."""
     number, factor = (text[:-1], 1024) if text[-1:] in ("k", "K") else (text, 1)
-    if not number.isdecimal() or int(number) == 0:
-        raise BadRequest(
-            f"{option}: got {text!r}; allowed is a whole number above 0, such as 512 or 16k"
-        )
-    return int(number) * factor
+    # The number of digits first: Python refuses to read very long ones.
+    value = int(number) * factor if number.isdecimal() and len(number) < 10 else 0
+    if not 1 <= value <= LARGEST:
+        shown = repr(text if len(text) <= 40 else text[:37] + "...")
+        allowed = f"a whole number from 1 to {LARGEST}, such as 512 or 16k"
+        raise BadRequest(f"{option}: got {shown}; allowed is {allowed}")
+    return value
 
 
 def sizes(text: str, option: str) -> tuple[int, ...]:

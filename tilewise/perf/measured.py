@@ -44,10 +44,10 @@ def compare(path: Path, gpu: GPU | None, plan: Plan) -> tuple[GPU, list[Cell]]:
     nothing can be read.
     """
     try:
-        content = json.loads(path.read_text())
+        content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror}") from error
-    except ValueError as error:  # of JSON or of text in general
+    except (ValueError, RecursionError) as error:  # of JSON or of text in general
         raise ValueError(f"{path} is not JSON") from error
     cells = content.get("cells") if isinstance(content, dict) else None
     if not isinstance(cells, list):
@@ -96,12 +96,13 @@ def _is_usable(cell: dict[str, Any], gpu: GPU) -> bool:
         return False
     sizes = [cell["head_dim"], cell["seqlen"], cell.get("heads", 1), cell.get("batch", 1)]
     return (
-        all(isinstance(size, int) and size > 0 for size in sizes)
+        all(type(size) is int and 0 < size < 2**40 for size in sizes)
         and cell["head_dim"] <= 256
         and cell["direction"] in ("forward", "backward")
-        and isinstance(cell["tflops"], int | float)
+        and type(cell["tflops"]) in (int, float)
+        and 0 < cell["tflops"] < 1e15
         and _is_plain(cell)
-        and cell.get("dtype", "bf16") in gpu.tensor_flops_per_cycle
+        and cell.get("dtype", "bf16") in list(gpu.tensor_flops_per_cycle)  # of what has no hash, too
         and (cell["direction"], cell.get("dtype")) != ("backward", "fp8")
     )
 

@@ -67,7 +67,14 @@ def draw(run: Run, folder: Path, stem: str) -> list[Path]:
                 written.append(path)
         except OSError as error:
             raise PlotError(f"cannot write to {folder}: {error.strerror}") from None
+        except ValueError as error:  # of matplotlib, such as for a picture of too many panels
+            raise PlotError(f"{stem}: cannot be drawn: {error}") from None
     return written
+
+
+def _literal(text: str) -> str:
+    """Text as it is: matplotlib would read a formula between two dollar signs."""
+    return text.replace("$", r"\$")
 
 
 def colours(run: Run) -> dict[str, str]:
@@ -112,7 +119,9 @@ def _panel(axes: Any, name: str, cells: list[Cell], run: Run) -> None:
             places.append(at + (n - (len(names) - 1) / 2) * width)
             heights.append(m.tflops * factor)
             errors.append(m.tflops * factor * (m.spread or 0.0) / 2)
-        axes.bar(places, heights, 0.92 * width, color=colour[contender], label=run.title(contender))
+        axes.bar(
+            places, heights, 0.92 * width, color=colour[contender], label=_literal(run.title(contender))
+        )
         axes.errorbar(places, heights, errors, fmt="none", ecolor=INK, elinewidth=0.8)
     ceiling = run.ceiling_tflops
     highest = max((m.tflops or 0 for c in run.of(direction) for m in c.measurements), default=0)
@@ -120,8 +129,8 @@ def _panel(axes: Any, name: str, cells: list[Cell], run: Run) -> None:
     if ceiling is not None and ceiling < 4 * highest:
         label = f"matrix product, measured: {ceiling * factor:.0f} {unit}"
         axes.axhline(ceiling * factor, color=_CEILING, linestyle="--", linewidth=1.2, label=label)
-    axes.set_title(name, color=INK, fontsize=11)
-    ticks = [cell.problem.tick for cell in cells]
+    axes.set_title(_literal(name), color=INK, fontsize=11)
+    ticks = [_literal(cell.problem.tick) for cell in cells]
     axes.set_xticks(range(len(cells)), ticks)
     if max(map(len, ticks)) > 6:
         axes.tick_params(axis="x", rotation=30)
@@ -136,7 +145,7 @@ def _panel(axes: Any, name: str, cells: list[Cell], run: Run) -> None:
 def _frame(figure: Any, axes: Any, run: Run, direction: Direction) -> None:
     """Title and one legend for all panels."""
     dtypes = ", ".join(dict.fromkeys(cell.problem.dtype for cell in run.of(direction)))
-    title = f"Attention {direction}, {dtypes}, {run.machine.get('name', '')}, {run.date}"
+    title = _literal(f"Attention {direction}, {dtypes}, {run.machine.get('name', '')}, {run.date}")
     figure.suptitle(title, color=INK, fontsize=12)
     handles, labels = axes.get_legend_handles_labels()
     if len(labels) > len(run.measured(direction)):  # the line comes first by itself, and belongs last

@@ -12,9 +12,10 @@ import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypedDict
 
 from tilewise.dispatch import Direction
+from tilewise.perf import typed
 from tilewise.perf.problem import DIRECTIONS, Problem
 
 KIND = "tilewise-bench"
@@ -70,9 +71,18 @@ class Cell:
         return {m.contender: m for m in self.measurements if m.ms is not None}
 
 
+class Entry(TypedDict):
+    """Who was to be measured. absent: why it took no part, if it did not."""
+
+    name: str
+    title: str
+    ours: bool
+    absent: str | None
+
+
 @dataclass
 class Run:
-    """A whole run. Contenders: {"name", "title", "ours", "absent": why it took no part, or None}.
+    """A whole run.
 
     state and ceilings: {"before": ..., "after": ...} as ``perf.machine`` gives them. notes: what did not
     run and why, one line each. left_out: problems that there was no time for. complete: the run came to
@@ -85,9 +95,9 @@ class Run:
     machine: dict[str, Any]
     versions: dict[str, Any]
     method: dict[str, Any]
-    contenders: list[dict[str, Any]]
+    contenders: list[Entry]
     state: dict[str, Any] = field(default_factory=dict)
-    ceilings: dict[str, Any] = field(default_factory=dict)
+    ceilings: dict[str, dict[str, float | None]] = field(default_factory=dict)
     cells: list[Cell] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
@@ -150,7 +160,7 @@ def read(path: Path) -> Run:
         data = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ResultError(f"cannot read {path}: {error.strerror}") from None
-    except ValueError:
+    except (ValueError, RecursionError):
         raise ResultError(f"{path}: no JSON") from None
     if not isinstance(data, dict) or data.pop("kind", None) != KIND:
         raise ResultError(f"{path}: not a result of tilewise bench")
@@ -158,10 +168,23 @@ def read(path: Path) -> Run:
     if schema != SCHEMA:
         raise ResultError(f"{path}: schema {schema}; this version reads {SCHEMA}")
     try:
-        cells = [_cell(cell) for cell in data.pop("cells")]
-        return Run(**data, cells=cells)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ResultError(f"{path}: damaged: {type(error).__name__}: {error}") from None
+        if "cells" not in data:
+            raise ValueError("result: cells is missing")
+        run: Run = typed.build(Run, data, "result")
+        _check(run)
+    except ValueError as error:
+        raise ResultError(f"{path}: damaged: {error}") from None
+    return run
+
+
+def _check(run: Run) -> None:
+    """What annotations do not say. Raises ValueError."""
+    for cell in run.cells:
+        for m in cell.measurements:
+            for name in ("ms", "fastest_ms", "tflops"):
+                value = getattr(m, name)
+                if value is not None and not 0 < value < 1e15:
+                    raise ValueError(f"{name} of {m.contender}: got {value}; allowed is above 0")
 
 
 def read_all(folder: Path) -> Iterator[tuple[Path, Run]]:
@@ -173,17 +196,3 @@ def read_all(folder: Path) -> Iterator[tuple[Path, Run]]:
             continue
         if kind == KIND:
             yield path, read(path)
-
-
-def _cell(data: dict[str, Any]) -> Cell:
-    problem = dict(data["problem"])
-    problem["window"] = tuple(problem["window"])
-    problem["lengths"] = None if problem["lengths"] is None else tuple(problem["lengths"])
-    direction = data["direction"]
-    if direction not in DIRECTIONS:
-        raise ValueError(f"direction {direction!r}")
-    measurements = tuple(Measurement(**m) for m in data["measurements"])
-    for m in measurements:
-        if m.status not in get_args(Status):
-            raise ValueError(f"status {m.status!r}")
-    return Cell(Problem(**problem), direction, float(data["flops"]), measurements)
