@@ -1,6 +1,6 @@
 """Predict every measured kernel of tilewise/sim/calibration.py; prints the table of the documentation.
 
-`--fit` searches the constants on the cells marked "fit" first, and prints what it finds.
+`--fit` searches the constants on the cells marked "fit" first, and uses what it finds.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import argparse
 import dataclasses
 import itertools
 import sys
+from collections.abc import Sequence
 
 import torch
 from kernels import hopper_backward, hopper_forward, hopper_persistent
@@ -17,12 +18,6 @@ from tilewise.sim import calibration
 from tilewise.sim.calibration import Cell
 from tilewise.sim.predict import Prediction, predict
 from tilewise.sim.timing import Parameters
-
-SEARCH = {
-    "shared": (0.90, 0.94, 1.0),
-    "vector": (0.42, 0.45, 0.6, 1.0),
-    "program": (500.0, 1500.0, 2000.0),
-}
 
 
 def measure(cell: Cell, parameters: Parameters | None = None) -> Prediction:
@@ -51,8 +46,38 @@ def fit(cells: list[Cell], start: Parameters) -> Parameters:
         print(f"{total:.4f} {parameters}", file=sys.stderr, flush=True)
         return total
 
-    grid = (dict(zip(SEARCH, values, strict=True)) for values in itertools.product(*SEARCH.values()))
+    grid = (
+        dict(zip(calibration.FITTED, values, strict=True))
+        for values in itertools.product(*calibration.FITTED.values())
+    )
     return min((dataclasses.replace(start, **point) for point in grid), key=loss)
+
+
+HEAD = """\
+| kernel | D | mask | options | use | measured | predicted | error | binds |
+|---|---|---|---|---|---|---|---|---|"""
+
+
+def line(cell: Cell, prediction: Prediction) -> str:
+    """Its line of the table in docs/simulator-timeline.md."""
+    mask = "causal" if cell.causal else "full"
+    options = ", ".join(f"{k}={v}" for k, v in cell.options.items()) or "-"
+    return (
+        f"| {cell.kernel} | {cell.head_dim} | {mask} | {options} | {cell.use} "
+        f"| {cell.cycles / 1e6:.3f} M | {prediction.cycles / 1e6:.3f} M "
+        f"| {cell.error(prediction.cycles):+.1%} | {prediction.binds} |"
+    )
+
+
+def summary(cells: Sequence[Cell], predictions: Sequence[Prediction]) -> str:
+    """What the cells say that were held out."""
+    held_out = [(c, p.cycles) for c, p in zip(cells, predictions, strict=True) if c.use == "check"]
+    errors = [abs(c.error(p)) for c, p in held_out]
+    hits = sum(e <= calibration.WITHIN for e in errors)
+    return (
+        f"Of the {len(held_out)} cells held out, {hits} are within {calibration.WITHIN:.0%}; "
+        f"on average they are {sum(errors) / len(errors):.1%} off, at most {max(errors):.1%}."
+    )
 
 
 def main() -> None:
@@ -64,21 +89,8 @@ def main() -> None:
     if arguments.fit:
         parameters = fit([c for c in cells if c.use == "fit"], parameters)
         print(dataclasses.asdict(parameters))
-    print("| kernel | D | mask | options | use | measured | predicted | error | binds |")
-    print("|---|---|---|---|---|---|---|---|---|")
-    predicted = []
-    for c in cells:
-        p = measure(c, parameters)
-        predicted.append(p.cycles)
-        mask = "causal" if c.causal else "full"
-        options = ", ".join(f"{k}={v}" for k, v in c.options.items()) or "-"
-        print(
-            f"| {c.kernel} | {c.head_dim} | {mask} | {options} | {c.use} "
-            f"| {c.cycles / 1e6:.3f} M | {p.cycles / 1e6:.3f} M "
-            f"| {c.error(p.cycles):+.1%} | {p.binds} |",
-            flush=True,
-        )
-    print(f"\n{calibration.right(cells, predicted):.0%} of the cells within {calibration.WITHIN:.0%}")
+    predictions = [measure(c, parameters) for c in cells]
+    print(HEAD, *map(line, cells, predictions), "", summary(cells, predictions), sep="\n")
 
 
 if __name__ == "__main__":

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
+import torch
 from kernels import (
     blackwell_gemm,
     elementwise,
@@ -16,11 +17,13 @@ from kernels import (
     hopper_forward,
     hopper_persistent,
 )
-from problems_sim import _matrix, error, gradients, inputs
+from problems_sim import TRITON, _matrix, error, gradients, inputs
 from torch import Tensor
 
 from tilewise import sim
 from tilewise.gluon import ring
+from tilewise.sim.kernels import blackwell as blackwell_demo
+from tilewise.sim.kernels import hopper as hopper_demo
 from tilewise.sim.mutate import Mutation, Source
 
 Outputs = tuple[Tensor, ...]
@@ -35,11 +38,12 @@ class Subject:
     right: Callable[[int], Outputs]
     limit: float
     arch: str = "hopper"
+    options: Mapping[str, Any] = field(default_factory=dict)
 
     def notices(self, module: types.ModuleType, seed: int) -> str:
         """What is wrong with this module: kinds of findings, "wrong result", or nothing ("")."""
-        options = {"arch": self.arch, "watchdog_seconds": 5.0, "stop_at_first": True, "max_findings": 1}
-        with sim.intercept(seed=seed, **options) as reports:
+        limits = {"watchdog_seconds": 5.0, "stop_at_first": True, "max_findings": 1}
+        with sim.intercept(seed=seed, arch=self.arch, **limits, **self.options) as reports:
             outputs = self.run(module, seed)
         found = sorted(set().union(*(r.kinds for r in reports)))
         if found:
@@ -103,6 +107,31 @@ def _backward_right(seed: int) -> Outputs:
     return tuple(x[:, :1] for x in _attention_problem(bool(seed & 1))[1][2:])
 
 
+def _hopper_demo(module: Any, seed: int) -> Outputs:
+    causal = bool(seed & 1)
+    (q, k, v, _), _right = _attention_problem(causal)
+    result: Outputs = module.forward(q[:, :1], k[:, :1], v[:, :1], causal, BLOCK=64)
+    return result
+
+
+LONG = 768  # six key tiles for each pair of query tiles; when causal, two, four and six
+
+
+def _blackwell_demo(module: Any, seed: int) -> Outputs:
+    """Scores that grow along the keys, so that the output has to be rescaled more than once."""
+    causal = bool(seed & 1)
+    (q, k, v, _), _right = _growing_problem(causal)
+    result: Outputs = module.forward(q, k, v, causal)
+    return result
+
+
+@cache
+def _growing_problem(causal: bool) -> tuple[list[Tensor], Outputs]:
+    q, k, v, do = (x[:, :1] for x in inputs(1, 2, LONG, D))
+    k = (k * torch.linspace(0.2, 8, LONG)[:, None]).bfloat16()
+    return [q, k, v, do], gradients(q, k, v, do, causal)[:2]
+
+
 _A, _B = _matrix(200, 448, 0), _matrix(104, 448, 1)
 _X = _matrix(300, 32, 2).float()
 _WIDE_A, _WIDE_B = _matrix(128, 256, 6), _matrix(256, 256, 7)
@@ -121,6 +150,14 @@ SUBJECTS = {
     "forward": Subject(hopper_forward, _forward, _forward_right, 4e-3),
     "persistent": Subject(hopper_persistent, _persistent, _persistent_right, 4e-3),
     "backward": Subject(hopper_backward, _backward, _backward_right, 4e-3),
+    "hopper_demo": Subject(hopper_demo, _hopper_demo, _forward_right, 4e-3),
+    "blackwell_demo": Subject(
+        blackwell_demo,
+        _blackwell_demo,
+        lambda seed: _growing_problem(bool(seed & 1))[1],
+        4e-3,
+        "blackwell",
+    ),
     "gemm": Subject(gemm, lambda module, seed: (module.gemm(_A, _B),), _product, 1e-6),
     "ring": Subject(ring, _gemm_on, _product, 1e-6),
     "elementwise": Subject(
@@ -137,3 +174,33 @@ SUBJECTS = {
         "blackwell",
     ),
 }
+
+
+def _clusters(module: Any, seed: int) -> Outputs:
+    return (
+        module.multicast(_X[:192]),
+        module.exchange(_SQUARE),
+        module.remote(),
+        module.takeover(2),
+        module.takeover(1),
+    )
+
+
+def _clusters_right(seed: int) -> Outputs:
+    rows = (torch.arange(6) + 1)[:, None].expand(6, 256)
+    return 2 * _X[:192], _SQUARE, torch.arange(7, 263), rows, rows
+
+
+_SQUARE = _matrix(64, 64, 14).float()
+
+if TRITON >= (3, 9):
+    from kernels import clusters
+
+    SUBJECTS["clusters"] = Subject(
+        clusters,
+        _clusters,
+        _clusters_right,
+        1e-30,
+        "blackwell",
+        {"together": True, "resident": 2},
+    )

@@ -18,11 +18,14 @@ from kernels import (
     hopper_forward,
     hopper_persistent,
     philox,
+    tensor_cores,
     turns,
 )
 from torch import Tensor
 
 from tilewise.philox import philox as reference_philox
+from tilewise.sim.kernels import blackwell as blackwell_demo
+from tilewise.sim.kernels import hopper as hopper_demo
 
 TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
 
@@ -95,6 +98,18 @@ def backward_case(S: int, D: int, causal: bool, H: int = 1, **kw: Any) -> Case:
     )
 
 
+def demo_case(module: Any, arch: str, S: int, D: int, causal: bool, **kw: Any) -> Case:
+    """The kernels that `tilewise trace` knows, on two heads."""
+    q, k, v, _ = inputs(1, 2, S, D, S + D)
+    return Case(
+        f"{arch} demonstration S={S} D={D}{' causal' if causal else ''}",
+        lambda: module.forward(q, k, v, causal, **kw),
+        lambda: attention(q.double(), k.double(), v.double(), causal),
+        4e-3,
+        arch,
+    )
+
+
 def _matrix(m: int, n: int, seed: int) -> Tensor:
     return torch.randn(m, n, generator=torch.Generator().manual_seed(seed)).bfloat16()
 
@@ -106,6 +121,9 @@ def _other_cases() -> list[Case]:
     flat = _matrix(1, 1000, 4).float()[0]
     long = _matrix(1, 5 * 512, 5).float()[0]
     wide_a, wide_b = _matrix(128, 256, 6), _matrix(256, 256, 7)
+    small_a, small_b = _matrix(64, 160, 10), _matrix(64, 160, 11)
+    fp8_a, fp8_b = (_matrix(m, 512, m).to(torch.float8_e4m3fn) for m in (128, 64))
+    square = _matrix(128, 64, 12).float()
 
     def ordered_sum() -> tuple[Tensor]:
         total = rows[0].clone()
@@ -143,12 +161,45 @@ def _other_cases() -> list[Case]:
             1e-30,
             arch="ampere",
         ),
+        Case(
+            "cp.async signals",
+            lambda: (features.copy_signals(long[:1536]),),
+            lambda: (2 * long[:1536].double(),),
+            1e-30,
+        ),
         Case("philox", lambda: (philox.philox(256, 0x123456789ABCDEF0),), counters, 1e-30),
         Case(
             "blackwell_gemm",
             lambda: (blackwell_gemm.gemm(wide_a, wide_b),),
             lambda: (wide_a.double() @ wide_b.double().T,),
             1e-6,
+            arch="blackwell",
+        ),
+        Case(
+            "mma_v2",
+            lambda: (tensor_cores.ampere_gemm(small_a, small_b),),
+            lambda: (small_a.double() @ small_b.double().T,),
+            1e-6,
+            arch="ampere",
+        ),
+        Case(
+            "fp8 hopper",
+            lambda: (tensor_cores.fp8_gemm(fp8_a, fp8_b, promote=128),),
+            lambda: (fp8_a.double() @ fp8_b.double().T,),
+            1e-3,
+        ),
+        Case(
+            "fp8 blackwell",
+            lambda: (tensor_cores.fp8_gemm(fp8_a, fp8_b, tcgen05=True),),
+            lambda: (fp8_a.double() @ fp8_b.double().T,),
+            1e-6,
+            arch="blackwell",
+        ),
+        Case(
+            "tcgen05_copy",
+            lambda: (tensor_cores.copied(square),),
+            lambda: (square.double(),),
+            1e-30,
             arch="blackwell",
         ),
     ]
@@ -158,9 +209,12 @@ def _pair_cases() -> list[Case]:
     """Kernels for clusters, which Triton can express from 3.9 on."""
     if TRITON < (3, 9):
         return []
-    from kernels import blackwell_pair
+    from kernels import blackwell_pair, clusters
 
     a, b = _matrix(256, 192, 8), _matrix(128, 192, 9)
+    x = _matrix(192, 32, 13).float()
+    square = _matrix(64, 64, 14).float()
+    rows = (torch.arange(6, dtype=torch.int32) + 1)[:, None].expand(6, 256)
     return [
         Case(
             "blackwell_pair",
@@ -168,7 +222,39 @@ def _pair_cases() -> list[Case]:
             lambda: (a.double() @ b.double().T,),
             4e-3,
             arch="blackwell",
-        )
+        ),
+        Case(
+            "multicast",
+            lambda: (clusters.multicast(x),),
+            lambda: (2 * x.double(),),
+            1e-30,
+            arch="blackwell",
+        ),
+        Case(
+            "remote arrival",
+            lambda: (clusters.remote(),),
+            lambda: (torch.arange(7, 263),),
+            1e-30,
+            arch="blackwell",
+        ),
+        Case(
+            "exchange",
+            lambda: (clusters.exchange(square),),
+            lambda: (square.double(),),
+            1e-30,
+            arch="blackwell",
+        ),
+        *(
+            Case(
+                f"takeover by {n} CTA(s)",
+                lambda n=n: (clusters.takeover(n),),
+                lambda: (rows,),
+                1e-30,
+                arch="blackwell",
+                options={"resident": 2},
+            )
+            for n in (1, 2)
+        ),
     ]
 
 
@@ -179,4 +265,9 @@ SMALL = [
     forward_case(hopper_persistent, 256, 64, True, SMS=2),
     backward_case(256, 64, True),
 ]
-CASES = [*SMALL, *OTHERS]
+DEMOS = [
+    demo_case(module, arch, S, D, causal)
+    for module, arch, S in ((hopper_demo, "hopper", 256), (blackwell_demo, "blackwell", 512))
+    for D, causal in ((64, True), (128, False))
+]
+CASES = [*SMALL, *DEMOS, *OTHERS]

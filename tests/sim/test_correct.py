@@ -68,10 +68,11 @@ def test_a_seed_replays_exactly() -> None:
 
 
 def test_fast_enough() -> None:
+    """Under 2 s of processor time, which does not depend on what else the machine does."""
     case = forward_case(hopper_forward, 384, 128, False)
-    began = time.perf_counter()
+    began = time.process_time()
     check(case, 0)
-    assert time.perf_counter() - began < 10  # 0.6 s on a quiet machine; wide, since CI shares its cores
+    assert time.process_time() - began < 2
 
 
 def test_host_code_is_untouched_outside() -> None:

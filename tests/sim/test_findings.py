@@ -13,8 +13,10 @@ from triton.experimental.gluon import language as gl
 
 from tilewise import sim
 from tilewise.sim import Report
+from tilewise.sim.mutate import edit
 
 SEEDS = range(6)
+INIT = "mbarrier.init(full.index(i), count={})"
 
 
 def findings(kernel: Any, *args: Any, grid: Any = (1,), **options: Any) -> dict[str, str]:
@@ -26,7 +28,7 @@ def findings(kernel: Any, *args: Any, grid: Any = (1,), **options: Any) -> dict[
             found.setdefault(f.kind, str(f))
             assert f.seed == seed
             for site in f.sites:
-                assert str(site) in f.text or f.kind == "deadlock", f
+                assert site.place in f.text or str(site) in f.text, f
     return found
 
 
@@ -65,7 +67,7 @@ def test_a_deadlock_names_everyone_and_what_is_missing() -> None:
     text = with_tiles(broken.too_few_bytes)["deadlock"]
     assert "full, parity 0" in text
     assert "0 of 1 arrivals and 4096 bytes are missing" in text
-    assert "arrived too_few_bytes:" in text
+    assert "arrived: too_few_bytes:" in text
 
 
 @pytest.mark.parametrize(("what", "kind"), [(0, "register"), (1, "exit"), (2, "register")])
@@ -94,7 +96,7 @@ def test_a_right_ring() -> None:
 def test_ring_released_early_names_stage_and_tile() -> None:
     text = ring(early=True)["race"]
     assert re.search(r"stage [01] of X", text)
-    assert re.search(r"use:\d+ in 0:use, tile \d", text)
+    assert re.search(r"0:use at use:\d+, tile \d", text)
     assert re.search(r"produce:\d+ \(load\) in 1:produce, tile \d", text)
 
 
@@ -106,7 +108,7 @@ def test_ring_with_a_missing_consumer() -> None:
     text = ring(consumers=2)["deadlock"]
     assert "0:use waits for X.full[0]" in text
     assert "1:produce waits for X.empty[0]" in text
-    assert "1 of 2 arrivals and 0 bytes are missing" in text
+    assert "1 of 2 arrivals are missing" in text
 
 
 def test_named_barriers_order_and_can_hang() -> None:
@@ -155,6 +157,35 @@ def test_order_between_programs() -> None:
         report = sim.launch(broken.flag_without_release, (2,), args, seed=seed, together=True)
         text += str(report)
     assert "[global]" in text
+
+
+@pytest.mark.parametrize(
+    ("function", "old", "new", "kind"),
+    [
+        ("double", "mbarrier.wait(full.index(i), 0)", "pass", "race"),
+        # As many arrivals as the partition has threads, no more and no fewer:
+        ("copy_signals_kernel", INIT.format(32), INIT.format(1), "barrier"),
+        ("copy_signals_kernel", INIT.format(32), INIT.format(64), "deadlock"),
+    ],
+)
+def test_copies_that_signal(function: str, old: str, new: str, kind: str) -> None:
+    broken = edit(features, function, "", old, new).load()
+    with sim.intercept() as reports:
+        broken.copy_signals(torch.ones(1536))
+    assert kind in reports[0].kinds
+
+
+def test_waiting_for_a_program_that_cannot_start() -> None:
+    """Turns from the last program to the first need all of them to run; two at a time are not enough."""
+    x = torch.ones(3, 128)
+
+    def run(last_first: bool, resident: int | None) -> Report:
+        with sim.intercept(together=True, resident=resident) as reports:
+            turns.turns(x, last_first)
+        return reports[0]
+
+    assert run(True, None).ok and run(False, 2).ok and run(False, 1).ok
+    assert run(True, 2).kinds == {"livelock"}
 
 
 def test_findings_replay() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import xml.etree.ElementTree as ET
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,8 @@ from problems_sim import attention, error, inputs
 
 from tilewise import sim
 from tilewise.sim import picture, trace
-from tilewise.sim.catalogue import CATALOGUE, find
-from tilewise.sim.kernels.forward import forward
+from tilewise.sim.catalogue import CATALOGUE, USUAL_GPU, Traced, find
+from tilewise.sim.kernels.hopper import forward
 from tilewise.sim.predict import Prediction, predict
 from tilewise.sim.timing import TENSOR, UNITS
 
@@ -45,7 +46,9 @@ def test_the_kernel_that_is_shown_is_right(D: int, causal: bool, sim_seeds: rang
 
 def test_trace_has_a_track_for_each_unit_and_role(prediction: Prediction) -> None:
     names = {e["args"]["name"] for e in trace.events(prediction) if e["name"] == "thread_name"}
-    assert names >= {*UNITS, "0:consume", "1:consume"}
+    units = {u for u in UNITS if u != "tensor memory"}  # there is none on Hopper
+    waits = {"0:consume waits", "1:consume waits", "2:produce waits"}
+    assert names == {*units, "0:consume", "1:consume", *waits}  # the producer does nothing but wait
 
 
 def test_trace_events_lie_within_the_program(prediction: Prediction, tmp_path: Path) -> None:
@@ -92,11 +95,14 @@ def test_command(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["nonsense"], "unknown kernel 'nonsense'; known are hopper-forward"),
+        (["nonsense"], "unknown kernel 'nonsense'; known are blackwell-demo"),
         (["hopper-forward", "--gpu", "b200"], "B200 is blackwell"),
         (["hopper-forward", "--gpu", "abacus"], "unknown GPU 'abacus'"),
+        (["blackwell-demo", "--gpu", "h200"], "H200 is hopper"),
         (["hopper-forward", "--seqlen", "100"], "multiple of 128"),
-        (["hopper-forward", "--head-dim", "96"], "64, 128 or 256"),
+        (["blackwell-demo", "--seqlen", "384"], "multiple of 256"),
+        (["hopper-forward", "--head-dim", "96"], "one of 64, 128, 256"),
+        (["blackwell-demo", "--head-dim", "256"], "one of 64, 128, not 256"),
     ],
 )
 def test_command_refuses_clearly(arguments: list[str], message: str) -> None:
@@ -105,6 +111,66 @@ def test_command_refuses_clearly(arguments: list[str], message: str) -> None:
     assert message in result.output
 
 
-def test_catalogue() -> None:
-    assert all(find(name).name == name for name in CATALOGUE)
-    assert find("hopper-forward").flops(16, 8192, 128, True) == 2 * 16 * 8192**2 * 128
+def test_command_on_blackwell(tmp_path: Path) -> None:
+    out = tmp_path / "t.json"
+    result = CliRunner().invoke(app, ["trace", "blackwell-forward", "--seqlen", "512", "-o", str(out)])
+    assert result.exit_code == 0, result.output
+    assert "B200" in result.output and "tensor memory" in result.output and "S.full" in result.output
+    assert json.loads(out.read_text())["otherData"]["gpu"] == "B200"
+
+
+@pytest.mark.parametrize("row", CATALOGUE, ids=lambda row: row.name)
+def test_every_kernel_of_the_catalogue_is_traced(row: Traced) -> None:
+    for head_dim in row.head_dims:
+        size = 1, 2 * row.multiple, head_dim, False
+        gpu = USUAL_GPU[row.family]
+        p = predict(lambda gpu=gpu, size=size: row.run(gpu, *size), gpu, hoisted=row.hoisted)
+        assert p.tensor_flops > 0
+        assert 0 < p.utilisation(row.flops(*size)) < 1
+
+
+def test_names_and_flops() -> None:
+    assert len({row.name for row in CATALOGUE}) == len(CATALOGUE)
+    assert all(find(row.name) is row for row in CATALOGUE)
+    assert find("hopper-forward").family == "hopper" and find("blackwell-forward").family == "blackwell"
+    assert find("hopper-demo").flops(16, 8192, 128, True) == 2 * 16 * 8192**2 * 128
+
+
+def test_a_row_is_all_that_another_kernel_needs() -> None:
+    host = "kernels.hopper_backward:bwd"
+    row = Traced("mine", "a backward", host, "backward", "hopper", (64,), 128, {64: {"NW": 4, "BN": 64}})
+    p = predict(lambda: row.run("h200", 1, 256, 64, True))
+    assert p.kernel == "bwd_kernel"
+    assert row.flops(1, 256, 64, True) == 5 * 256**2 * 64
+    assert p.tensor_flops > 0
+
+
+def test_a_persistent_kernel_fills_the_gpu() -> None:
+    host = "kernels.hopper_persistent:fwd"
+    row = Traced("mine", "persistent", host, "forward", "hopper", (64,), 128, sms="SMS")
+    p = predict(lambda: row.run("h200", 80, 256, 64, False))
+    assert p.grid == (132, 1, 1)
+
+
+def test_what_a_role_waits_for() -> None:
+    """The producer waits for free stages, consumers for full ones: the longer the fewer stages."""
+    x = torch.zeros(1, 1, 1024, 128, dtype=torch.bfloat16)
+    one, two = (predict(lambda n=n: forward(x, x, x, False, STAGES=n)) for n in (1, 2))
+    assert set(two.waits) == {"0:consume", "1:consume", "2:produce"}
+    assert set(two.waits["2:produce"]) == {"K.empty", "V.empty"}
+    reasons = {"K.full", "V.full", "q_full", "the warpgroup MMA", "the other partitions"}
+    assert reasons >= set(two.waits["0:consume"])
+    assert one.waits["0:consume"]["K.full"] > two.waits["0:consume"].get("K.full", 0) + 0.05
+    for p in (one, two):
+        for role, waits in p.waits.items():
+            assert 0 < sum(waits.values()) + p.works[role] <= 1.001
+
+
+def test_a_role_does_not_work_while_it_waits(prediction: Prediction) -> None:
+    for role in prediction.works:
+        mine = [s for s in prediction.spans if s.kind != "unit" and s.track == role]
+        mine.sort(key=lambda s: s.start)
+        assert mine
+        for before, after in pairwise(mine):
+            if "wait" in (before.kind, after.kind):
+                assert before.end <= after.start + 1e-6, (before, after)

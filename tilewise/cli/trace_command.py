@@ -13,14 +13,18 @@ from tilewise.perf import gpus
 
 _screen = Console(highlight=False)
 
+LEAST_WAIT = 0.001  # share of a program's time; shorter waits are not listed
+
 
 def trace(
     kernel: Annotated[str, typer.Argument(help="Which kernel, e.g. hopper-forward.")],
     head_dim: Annotated[int, typer.Option(help="Head dim.")] = 128,
-    seqlen: Annotated[int, typer.Option(help="Queries and keys; a multiple of 128.")] = 2048,
+    seqlen: Annotated[int, typer.Option(help="Queries and keys.")] = 2048,
     heads: Annotated[int, typer.Option(min=1, help="Heads; the batch is 1.")] = 16,
     causal: Annotated[bool, typer.Option("--causal", help="With a causal mask.")] = False,
-    gpu: Annotated[str, typer.Option(help="GPU whose tables are used: h200, h100.")] = "h200",
+    gpu: Annotated[
+        str | None, typer.Option(help="GPU whose tables are used: h200, h100, b200.", show_default=False)
+    ] = None,
     out: Annotated[
         Path | None, typer.Option("-o", "--out", help="Write the timeline for Perfetto or Chrome here.")
     ] = None,
@@ -30,7 +34,8 @@ def trace(
 ) -> None:
     """Simulate a kernel on one SM, predict the cycles of the whole kernel and say what binds.
 
-    No GPU is needed. Exit status: 0, or 2 if the kernel, the GPU or the size is not known.
+    No GPU is needed. Without --gpu: h200 for Hopper's kernels, b200 for Blackwell's. Exit status: 0, or
+    2 if the kernel, the GPU or the size is not known.
     """
     try:
         from tilewise.sim import catalogue, predict
@@ -39,17 +44,19 @@ def trace(
     except ImportError as error:
         _refuse(str(error))
     try:
-        traced, chip = catalogue.find(kernel), gpus.find(gpu)
+        traced = catalogue.find(kernel)
+        chip = gpus.find(gpu or catalogue.USUAL_GPU[traced.family])
     except ValueError as error:
         _refuse(str(error))
-    if chip.family not in traced.families:
-        _refuse(f"{kernel} is a kernel for {', '.join(traced.families)}; {chip.name} is {chip.family}")
-    if seqlen <= 0 or seqlen % 128:
-        _refuse(f"--seqlen must be a positive multiple of 128, not {seqlen}")
-    if head_dim not in (64, 128, 256):
-        _refuse(f"--head-dim must be 64, 128 or 256, not {head_dim}")
+    if chip.family != traced.family:
+        _refuse(f"{kernel} is a kernel for {traced.family}; {chip.name} is {chip.family}")
+    if seqlen <= 0 or seqlen % traced.multiple:
+        _refuse(f"--seqlen must be a positive multiple of {traced.multiple}, not {seqlen}")
+    if head_dim not in traced.head_dims:
+        _refuse(f"--head-dim must be one of {', '.join(map(str, traced.head_dims))}, not {head_dim}")
     size = heads, seqlen, head_dim, causal
-    prediction = predict.predict(lambda: traced.run(*size), gpu, hoisted=traced.hoisted)
+    prediction = predict.predict(lambda: traced.run(chip.name, *size), chip.name, hoisted=traced.hoisted)
+    _screen.print(traced.what)
     _show(prediction, traced.flops(*size))
     if out is not None:
         traces.write(prediction, out)
@@ -74,6 +81,12 @@ def _show(prediction: object, flops: float) -> None:
     for unit, share in p.busy.items():
         table.add_row(unit, f"{share:.1%}")
     _screen.print(table)
+    roles = Table("role", "works", "waits", "for", title="its roles", title_justify="left")
+    for role, waits in sorted(p.waits.items()):
+        most = sorted(waits.items(), key=lambda item: -item[1])
+        reasons = ", ".join(f"{what} {share:.1%}" for what, share in most if share >= LEAST_WAIT)
+        roles.add_row(role, f"{p.works[role]:.1%}", f"{sum(waits.values()):.1%}", reasons)
+    _screen.print(roles)
     _screen.print(f"what binds: {p.binds}, at {p.busy[p.binds]:.0%}")
 
 

@@ -72,6 +72,13 @@ def tmem_register_layout(dtype, shape, layout, num_warps):
     return tmem_layout(dtype, shape, shape, layout, num_warps)
 
 
+@builtin
+def tmem_reinterpret(view, dtype, shape, layout, _semantic=None):
+    """The same lanes and columns of tensor memory as another type."""
+    method = getattr(view, "reinterpret", None) or view._reinterpret
+    return method(dtype, shape, layout, _semantic=_semantic)
+
+
 # Names for findings of the simulator. In a compiled kernel they are nothing.
 
 
@@ -106,4 +113,5 @@ __all__ = [
     "tma_store",
     "tma_store_wait",
     "tmem_register_layout",
+    "tmem_reinterpret",
 ]

@@ -17,7 +17,7 @@ except ImportError as _error:
     ) from None
 
 from tilewise.sim.asm import register_asm
-from tilewise.sim.cost import CostModel, MmaShape, Operation, RandomCost
+from tilewise.sim.cost import CostModel, MmaShape, RandomCost
 from tilewise.sim.findings import KINDS, Finding, Report, SimulationError, Site
 from tilewise.sim.launch import configure, intercept, launch
 from tilewise.sim.options import Options
@@ -28,7 +28,6 @@ __all__ = [
     "CostModel",
     "Finding",
     "MmaShape",
-    "Operation",
     "Options",
     "RandomCost",
     "Report",

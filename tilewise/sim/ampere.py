@@ -56,7 +56,6 @@ def async_load(
         op.finish()
 
     e.at(when, land)
-    e.record("cp.async", "LSU", e.now, when, p, bytes=smem.nbytes, into=smem.label)
 
 
 def commit_group() -> None:
@@ -83,14 +82,15 @@ def wait_group(num_outstanding: int = 0) -> None:
 
 
 def mbarrier_arrive(mbarrier: Barriers, increment_count: bool = True) -> None:
-    """Arrive once every copy of this partition so far has landed."""
+    """Every thread arrives once all copies of this partition so far have landed."""
     p = engine.current()
     site = p.point()
     e, bar = p.engine, mbarrier.one
     queue = p.queue(CopyQueue)
     copies = [c for g in queue.pending for c in g.copies] + queue.open
+    count = 32 * p.warps
     if increment_count:
-        bar.pending += 1
+        bar.pending += count
     waiting = [c for c in copies if not c.done]
     tells = dict(p.clock)
     p.release()
@@ -103,14 +103,14 @@ def mbarrier_arrive(mbarrier: Barriers, increment_count: bool = True) -> None:
             original()
             left[0] -= 1
             if left[0] == 0:
-                bar.arrive(tells, 1, e, site)
+                bar.arrive(tells, count, e, site)
 
         return finish
 
     for c in waiting:
         c.finish = one_less(c.finish)
     if not waiting:
-        bar.arrive(tells, 1, e, site)
+        bar.arrive(tells, count, e, site)
 
 
 def mma_v2(a: Tensor, b: Tensor, acc: Tensor, input_precision: Any = None) -> Tensor:
@@ -122,6 +122,6 @@ def mma_v2(a: Tensor, b: Tensor, acc: Tensor, input_precision: Any = None) -> Te
         p = engine.current()
         bits = 8 * a.np_dtype.itemsize
         shape = MmaShape(m, n, k, bits, "registers", "registers", (p.warps, 1), "mma_v2")
-        p.t = max(p.t, p.engine.cost.mma(p, shape, 0.0)) if p.engine.cost.recording else p.t
+        p.t = max(p.t, p.engine.cost.mma(p, shape, 0.0))
     with np.errstate(all="ignore"):
         return Tensor((product + acc.np).astype(acc.np_dtype), acc.layout)

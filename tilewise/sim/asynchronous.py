@@ -49,7 +49,7 @@ class Pending:
         """Block until it is done; afterwards the partition knows what it did."""
         if not self.done:
             self.sleeper = p
-            p.block(lambda: f"{self.what} issued at {self.site}, at {site}", site)
+            p.block(self.what, lambda: (f"{self.what} issued at {self.site.place}", ""), site)
         join(p.clock, self.tells)
 
 

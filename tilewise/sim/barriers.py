@@ -38,8 +38,9 @@ class MBarrier:
         if self.count is None:
             return "not initialised"
         came = ", ".join(self.arrivals[-4:]) or "nobody"
-        missing = f"{self.pending} of {self.count} arrivals and {self.bytes} bytes are missing"
-        return f"phase {self.phase}: arrived {came}; {missing}"
+        also = f" and {self.bytes} bytes" if self.bytes else ""
+        missing = f"{self.pending} of {self.count} arrivals{also} are missing"
+        return f"phase {self.phase}; arrived: {came}; {missing}"
 
     def arrive(self, clock: Clock, count: int, e: Engine, site: Site) -> None:
         if self.count is None:
@@ -76,7 +77,7 @@ class MBarrier:
             if behind or tick > self.next.get(partition.agent, 0):
                 text = (
                     f"{self.name} can complete phase {self.phase} before {partition.full_name} has seen "
-                    f"phase {self.phase - 1} (it waited at {where}); it may then wait for ever"
+                    f"phase {self.phase - 1} (it waited at {where.place}); it may then wait for ever"
                 )
                 self.lapped.setdefault(partition, text)
         for partition, _ in self.waiters:
@@ -114,7 +115,7 @@ class MBarrier:
 
             entry = (p, poll)
             self.waiters.append(entry)
-            p.block(lambda: f"{self.name}, parity {parity}, at {site} ({self.state})", site)
+            p.block(self.name, lambda: (f"{self.name}, parity {parity}", self.state), site)
         join(p.clock, self.last)
         self.seen[p] = (self.phase - 1, p.clock[p.agent], site)
 
@@ -204,5 +205,4 @@ class Meeting:
                 join(p.clock, clock)
         elif wait:
             self.sleepers.append(p)
-            reason = f"{self.name} at {site}"
-            p.block(lambda: f"{reason} ({self.arrived} of {total} have arrived)", site)
+            p.block(self.name, lambda: (self.name, f"{self.arrived} of {total} have arrived"), site)

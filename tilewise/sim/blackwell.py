@@ -1,4 +1,4 @@
-"""Blackwell: tcgen05 products on one and two CTAs, commits, copies, packed arithmetic, clc."""
+"""Blackwell: tcgen05 products on one and two CTAs, commits, copies, packed arithmetic."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 
 from tilewise.sim import engine, numerics
-from tilewise.sim.asynchronous import Pending, Queue, agent_for
+from tilewise.sim.asynchronous import Pending, Queue
 from tilewise.sim.barriers import Barriers
 from tilewise.sim.cost import MmaShape
 from tilewise.sim.memory import View
 from tilewise.sim.tensor_memory import TensorView, allocate_tensor_memory, register_layout
-from tilewise.sim.values import BOOL, F32, I32, Tensor, charge, operate, raw, scalar
+from tilewise.sim.values import F32, Tensor, charge, operate, raw
 
 # ---- the tensor core
 
@@ -108,7 +108,6 @@ def tcgen05_mma(
         op.finish()
 
     e.at(when, complete)
-    e.record(f"{m}x{n}x{k}", "tensor core", e.now, when, p, flop=2 * m * n * k, shape=shape)
     if mbarriers is None:
         op.wait(p, site)
         if two:
@@ -210,45 +209,6 @@ def fma2(lhs: Any, rhs: Any, acc: Any, dtype: Any = None) -> Any:
     charge("fma", result.size, F32)
     layouts = [v for v in (lhs, rhs, acc) if isinstance(v, Tensor) and v.shape == list(result.shape)]
     return Tensor(result, layouts[0].layout if layouts else like.layout)
-
-
-# ---- cluster launch control: a running program takes over one that has not started
-
-
-class ClcResult:
-    def __init__(self, program: tuple[int, int, int] | None) -> None:
-        self.program = program
-
-    def is_canceled(self) -> Any:
-        return scalar(self.program is not None, BOOL)
-
-    def program_id(self, dim: int) -> Any:
-        return scalar(self.program[int(dim)] if self.program else 0, I32)
-
-
-def clc_try_cancel(result: View, barrier: Barriers) -> None:
-    """The simulator starts every program itself, so there is never one left to take over."""
-    p = engine.current()
-    site = p.point()
-    e = p.engine
-    agent = agent_for(e, "cluster launch control", result)
-    known, tells, tick = p.fork(agent)
-    bar = barrier.one
-
-    def answer() -> None:
-        result.access(True, "async", agent, tick, known, site)
-        for proxy in ("generic", "async"):
-            result.put(proxy, 0)
-        bar.complete(tells, 16, e, site)
-
-    e.at(e.cost.copy(p, 1, 16, "tma")[0][2], answer)
-
-
-def clc_load_result(src: View) -> ClcResult:
-    p = engine.current()
-    site = p.point()
-    src.access(False, "generic", p.agent, p.clock[p.agent], p.clock, site)
-    return ClcResult(None)
 
 
 __all__ = ["TensorView", "allocate_tensor_memory", "tcgen05_commit", "tcgen05_mma"]

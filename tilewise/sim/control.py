@@ -110,7 +110,7 @@ def warp_specialize(functions_and_args: Any, worker_num_warps: Any, worker_num_r
     p.point()
     if left[0]:
         sleeping[0] = True
-        p.block(lambda: f"the other partitions to return, at {site}", site)
+        p.block("the other partitions", lambda: ("the other partitions to return", ""), site)
     p.name, p.agent.name = outer, outer_name
     for kid in kids:
         join(p.clock, kid.clock)

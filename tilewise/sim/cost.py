@@ -2,33 +2,18 @@
 change.
 
 `RandomCost` looks for bugs with adversarial times from a seed. A model of a real chip implements the
-same methods in cycles; the engine then is a discrete-event simulation of one SM, and the recorded
-operations (`Engine.operations`) are its timeline.
+same methods in cycles; the engine then is a discrete-event simulation of one SM.
 """
 
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from tilewise.sim.engine import Engine, Partition
-
-
-@dataclass(frozen=True)
-class Operation:
-    """One thing that took time; `unit` is a hardware unit or a partition."""
-
-    name: str
-    unit: str
-    start: float
-    end: float
-    partition: str
-    tile: str
-    program: tuple[int, int, int]
-    detail: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -55,7 +40,6 @@ class MmaShape:
 class CostModel(Protocol):
     """All times are absolute unless they are called a duration."""
 
-    recording: bool  # keep every operation in Engine.operations
     delayed_stores: bool  # may the async proxy see a generic store late, without a fence?
 
     def attach(self, engine: Engine) -> None:
@@ -69,6 +53,9 @@ class CostModel(Protocol):
 
     def poll(self) -> float:
         """Duration: from a barrier's completion until a waiter notices."""
+
+    def waited(self, partition: Partition, what: str, start: float) -> None:
+        """A partition has slept since `start`; `what` is the barrier or operation that it waited for."""
 
     def vector(self, partition: Partition, kind: str, elements: int, bits: int) -> None:
         """Register arithmetic over a tile; advances `partition.t`.
@@ -91,7 +78,7 @@ class CostModel(Protocol):
     ) -> list[tuple[int, int, float]]:
         """An asynchronous copy into shared memory: pieces of rows (first, end, time of arrival).
 
-        kind: "tma", "cp.async", "st.async" or "tcgen05.cp".
+        kind: "tma", "cp.async", "st.async", "tcgen05.cp" or "clc".
         """
 
     def bulk_store(self, partition: Partition, nbytes: int, reduce: bool) -> tuple[float, float]:
@@ -107,7 +94,6 @@ class CostModel(Protocol):
 class RandomCost:
     """Adversarial times: operations are instant, ordinary, or held back until nothing else can run."""
 
-    recording = False
     delayed_stores = True
 
     def __init__(self, seed: int | str) -> None:
@@ -127,6 +113,9 @@ class RandomCost:
 
     def poll(self) -> float:
         return 0.0 if self.random.random() < 0.6 else 10 ** self.random.uniform(0, 3)
+
+    def waited(self, partition: Partition, what: str, start: float) -> None:
+        pass
 
     def latency(self) -> float:
         draw = self.random.random()

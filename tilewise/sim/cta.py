@@ -18,6 +18,7 @@ class Cluster:
         self.ctas: list[Cta] = []
         self.meetings: dict[str, Meeting] = {}
         self.results: dict[str, Any] = {}
+        self.refused = False  # has it seen that no program is left to take over?
         self.allocations: list[Any] = []  # in program order, made by whichever CTA comes first
 
     def allocate(self, cta: Cta, make: Any) -> Any:

@@ -9,13 +9,14 @@ from the cost model (cost.py); order comes from vector clocks (clocks.py).
 from __future__ import annotations
 
 import heapq
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import greenlet
 
 from tilewise.sim.clocks import Agent, Clock
-from tilewise.sim.cost import CostModel, Operation
+from tilewise.sim.cost import CostModel
 from tilewise.sim.findings import Finding, Site, kernel_frame
 from tilewise.sim.options import Options
 from tilewise.sim.watchdog import RunawayLoop, Watchdog
@@ -68,7 +69,7 @@ class Engine:
         self.partitions: list[Partition] = []
         self.partition: Partition | None = None
         self.ctas: list[Any] = []
-        self.operations: list[Operation] = []
+        self.pending: deque[tuple[int, int, int]] = deque()  # programs of the launch not yet started
         self.services: dict[type, Any] = {}
         self.hub = greenlet.getcurrent()
         cost.attach(self)
@@ -108,7 +109,7 @@ class Engine:
     def _finish(self) -> None:
         stuck = [p for p in self.partitions if not p.done]
         if stuck:
-            text = "; ".join(f"{p.full_name} waits for {p.waiting()}" for p in stuck)
+            text = "nobody can run" + "".join(p.waiting() for p in stuck)
             sites = [p.wait_site for p in stuck if p.wait_site is not None]
             self.report("deadlock", text, *sites, key="deadlock")
         else:
@@ -117,12 +118,9 @@ class Engine:
 
     def livelock(self) -> None:
         busy = [p for p in self.partitions if not p.done]
-        lines = []
-        for p in busy:
-            place = p.waiting() if p.wait_reason else f"nothing: it is at {p.last_site}"
-            lines.append(f"{p.full_name} waits for {place}")
+        text = f"{IDLE_EVENTS} steps without any change" + "".join(p.waiting() for p in busy)
         sites = [p.last_site for p in busy if p.last_site is not None]
-        self.report("livelock", f"{IDLE_EVENTS} steps without any change; " + "; ".join(lines), *sites)
+        self.report("livelock", text, *sites)
         raise SimStop
 
     def report(self, kind: str, text: str, *sites: Site, key: Any = None) -> None:
@@ -134,14 +132,6 @@ class Engine:
         self.findings.append(Finding(kind, text, tuple(sites), self.options.seed, self.now))
         if len(self.findings) >= self.options.max_findings:
             raise SimStop
-
-    def record(
-        self, name: str, unit: str, start: float, end: float, p: Partition, **detail: Any
-    ) -> None:
-        """Note an operation for the timeline."""
-        if self.cost.recording:
-            program = p.cta.program_id
-            self.operations.append(Operation(name, unit, start, end, p.name, p.tile, program, detail))
 
 
 class Partition:
@@ -166,7 +156,7 @@ class Partition:
         self.t = self.engine.now  # local time; may run ahead of the engine's between two points
         self.tile = ""
         self.done = False
-        self.wait_reason: Callable[[], str] | None = None
+        self.wait_reason: Callable[[], tuple[str, str]] | None = None
         self.wait_site: Site | None = None
         self.last_site: Site | None = None
         self.joiners: list[Callable[[], None]] = []
@@ -258,18 +248,25 @@ class Partition:
         code = frame.f_code
         return Site(code.co_name, frame.f_lineno, code.co_filename, self.full_name, self.tile, helper)
 
-    def block(self, reason: Callable[[], str], site: Site) -> None:
-        """Sleep until somebody calls resume(); `reason` words what for."""
+    def block(self, what: str, reason: Callable[[], tuple[str, str]], site: Site) -> None:
+        """Sleep until somebody calls resume().
+
+        what: the name of what it waits for. reason: the same at length, and what it waits to change.
+        """
         self.wait_reason, self.wait_site = reason, site
         start = self.engine.now
         self.engine.hub.switch()
         self.wait_reason = self.wait_site = None
         self.t = self.engine.now
-        if self.engine.cost.recording:
-            self.engine.record("wait", self.name, start, self.t, self, site=str(site))
+        self.engine.cost.waited(self, what, start)
 
     def waiting(self) -> str:
-        return self.wait_reason() if self.wait_reason else "nothing (never resumed)"
+        """For a message: what this partition waits for, where, and what is missing; a line each."""
+        if self.wait_reason is None or self.wait_site is None:
+            return f"\n    {self.full_name} waits for nothing; it is at {self.last_site}"
+        what, state = self.wait_reason()
+        lines = [f"{self.full_name} waits for {what}", f"  at {self.wait_site.place}"]
+        return "".join(f"\n    {line}" for line in [*lines, *([f"  {state}"] if state else [])])
 
     def release(self) -> None:
         """What this partition does from here on is not covered by clocks that were copied so far."""

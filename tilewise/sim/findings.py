@@ -21,10 +21,12 @@ KINDS = {
     "uninit": "memory read that nothing has written",
     "bounds": "an address, index or slice outside its memory",
     "overflow": "int32 arithmetic that does not fit",
+    "launch": "a program asks to take over another after it was told that none is left",
     "assert": "a device_assert of the kernel failed",
 }
 
 _SIM = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_KERNELS = _SIM + "kernels" + os.sep  # kernels that are shown, though they lie here
 _HELPERS = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "gluon") + os.sep
 
 
@@ -37,6 +39,13 @@ class Site(NamedTuple):
     partition: str
     tile: str
     helper: str = ""  # the function of tilewise.gluon that the line called, e.g. "acquire"
+
+    @property
+    def place(self) -> str:
+        """Without who was there."""
+        call = f" ({self.helper})" if self.helper else ""
+        tile = f", {self.tile}" if self.tile else ""
+        return f"{self.function}:{self.line}{call}{tile}"
 
     def __str__(self) -> str:
         call = f" ({self.helper})" if self.helper else ""
@@ -53,7 +62,7 @@ def kernel_frame() -> tuple[Any, str]:
         name = frame.f_code.co_filename
         if name.startswith(_HELPERS):
             helper = frame.f_code.co_name
-        elif not name.startswith(_SIM):
+        elif not name.startswith(_SIM) or name.startswith(_KERNELS):
             break
         frame = frame.f_back  # type: ignore[assignment]
     return frame, helper

@@ -152,7 +152,9 @@ class Descriptor:
         block_shape: Sequence[int],
         layout: Any,
         padding: str = "zero",
+        before: int = 0,
     ) -> None:
+        """before: how many elements before the tensor coordinates count from."""
         from triton.experimental.gluon import language as gl
 
         self.memory, self.name, self.layout = memory, memory.name, layout
@@ -161,12 +163,9 @@ class Descriptor:
         self.dtype = GLUON[memory.dtype]
         self.block_type = gl.block_type(self.dtype, self.block_shape)
         need = 1 + sum((n - 1) * s for n, s in zip(self.extent, self.element_strides, strict=True))
-        if need > memory.array.size:
+        if need > memory.array.size and not before:  # else only what is touched can tell
             raise ValueError(f"descriptor {self.name} reaches past the end of its tensor")
-        item = memory.dtype.itemsize
-        self.full = np.lib.stride_tricks.as_strided(
-            memory.array, self.extent, [s * item for s in self.element_strides]
-        )
+        self.before = before
         self.fill = 0 if padding == "zero" else np.nan
 
     @property
@@ -190,6 +189,15 @@ class Descriptor:
         divided = sum(any(b) for b in getattr(self.layout, "cga_layout", None) or ())
         return int(self.block_type.nbytes) >> divided
 
+    def fits(self, shape: Sequence[int]) -> bool:
+        """Whether this is the shape of a tile; sides of 1 that lead may be left out."""
+        missing = len(self.block_shape) - len(shape)
+        return missing >= 0 and self.block_shape == [1] * missing + list(shape)
+
+    def _whole(self, box: Any) -> Any:
+        """A box of a tile whose leading sides were left out, with them."""
+        return None if box is None else [(0, 1)] * (len(self.block_shape) - len(box)) + list(box)
+
     def clip(self, coord: Sequence[int]) -> tuple[Any, Any, bool]:
         """Slices of the tensor, of the tile, and whether they have an element in common."""
         lo = [max(0, c) for c in coord]
@@ -203,37 +211,41 @@ class Descriptor:
         outer, _, some = self.clip(coord)
         if not some:
             return np.zeros(0, np.int64)
-        total = np.zeros((), np.int64)
+        box = self._whole(box)
+        total = np.full((), -self.before, np.int64)
         for d, (part, stride) in enumerate(zip(outer, self.element_strides, strict=True)):
             lo, hi = part.start, part.stop
             if box is not None:
                 lo, hi = max(lo, coord[d] + box[d][0]), min(hi, coord[d] + box[d][1])
             total = np.add.outer(total, np.arange(lo, max(lo, hi)) * stride)
+        if total.size and not 0 <= total.min() <= total.max() < self.memory.array.size:
+            raise IndexError(f"descriptor {self.name} at {list(coord)} leaves its tensor")
         return total
 
     def read(self, coord: Sequence[int]) -> Any:
         tile = np.full(self.block_shape, self.fill, self.memory.dtype)
-        outer, inner, some = self.clip(coord)
+        _, inner, some = self.clip(coord)
         if some:
-            tile[inner] = self.full[outer]
+            tile[inner] = self.memory.array[self.offsets(coord)]
         return tile
 
     def write(
         self, coord: Sequence[int], box: Any, tile: Any, reduce: Callable[..., Any] | None
     ) -> None:
         """Write a tile; `box` is the part of it that this CTA holds (None: all)."""
-        outer, inner, some = self.clip(coord)
+        _, inner, some = self.clip(coord)
         if not some:
             return
+        tile, box = tile.reshape(self.block_shape), self._whole(box)
         if box is not None:
             cut = [(max(i.start, b[0]), min(i.stop, b[1])) for i, b in zip(inner, box, strict=True)]
             if any(a >= b for a, b in cut):
                 return
             inner = tuple(slice(a, b) for a, b in cut)
-            outer = tuple(slice(a + c, b + c) for (a, b), c in zip(cut, coord, strict=True))
+        at = self.offsets(coord, box)
         with np.errstate(all="ignore"):
             new = tile[inner]
-            self.full[outer] = new if reduce is None else reduce(self.full[outer], new)
+            self.memory.array[at] = new if reduce is None else reduce(self.memory.array[at], new)
 
 
 def log() -> GlobalLog:

@@ -28,13 +28,15 @@ def _addresses(ptr: Pointer, mask: Any, p: Partition, site: Site) -> tuple[Any, 
     return off, on & ~bad
 
 
-def _own(ptr: Pointer, on: Any, p: Partition) -> Any:
-    """In a cluster each CTA stores its own part; what all hold alike, the first one stores."""
+def _own(ptr: Pointer, on: Any, p: Partition, alike: bool) -> Any:
+    """In a cluster each CTA accesses its own part. What all hold alike, each loads for itself (`alike`),
+    but only the first one stores.
+    """
     if p.cta.cluster.size == 1:
         return on
     box = register_box(ptr.layout, ptr.shape, p.cta.rank)
     if box is None:
-        return on & (p.cta.rank == 0)
+        return on & (alike or p.cta.rank == 0)
     mine = np.zeros(on.shape, bool)
     mine[tuple(slice(*b) for b in box)] = True
     return on & mine
@@ -54,11 +56,13 @@ def load(
     site = p.point()
     memory = pointer.memory
     off, on = _addresses(pointer, mask, p, site)
-    p.engine.cost.global_(p, off.size * memory.dtype.itemsize, "load")
+    mine = _own(pointer, np.ones(off.shape, bool), p, alike=True)
+    on = on & mine
+    p.engine.cost.global_(p, int(mine.sum()) * memory.dtype.itemsize, "load")
     kind = "atomic" if volatile else "read"
     log().access(p.engine, memory, off[on], kind, p.agent, p.clock[p.agent], p.clock, site)
     fill = poison(memory.dtype) if other is None else np.asarray(raw(other)).astype(memory.dtype)
-    values = np.where(on, memory.array[np.where(on, off, 0)], fill)
+    values = np.where(on, memory.array[np.where(on, off, 0)], np.where(mine, fill, poison(memory.dtype)))
     return from_array(values.astype(memory.dtype), pointer.layout)
 
 
@@ -75,8 +79,8 @@ def store(
     site = p.point()
     memory = pointer.memory
     off, on = _addresses(pointer, mask, p, site)
-    on = _own(pointer, on, p)
-    p.engine.cost.global_(p, off.size * memory.dtype.itemsize, "store")
+    on = _own(pointer, on, p, alike=False)
+    p.engine.cost.global_(p, int(on.sum()) * memory.dtype.itemsize, "store")
     log().access(p.engine, memory, off[on], "write", p.agent, p.clock[p.agent], p.clock, site)
     with np.errstate(all="ignore"):
         values = np.broadcast_to(np.asarray(raw(value)).astype(memory.dtype), off.shape)
@@ -110,7 +114,7 @@ def _read_modify_write(
     acquire, release, scope = _fields(sem, scope)
     e.cost.global_(p, off.size * memory.dtype.itemsize, "atomic")
     if off.ndim:  # a tile of atomics accumulates; it is not used to synchronise
-        on = _own(pointer, on, p)
+        on = _own(pointer, on, p, alike=False)
         log().access(e, memory, off[on], "atomic", p.agent, p.clock[p.agent], p.clock, site)
         old = memory.array[np.where(on, off, 0)]
         _apply(memory.array, off[on], fn, on)
@@ -212,8 +216,8 @@ def atomic_poll(pointer: Pointer, val: Any, sem: Any = "acquire", scope: Any = N
         address = (memory.storage, memory.first_byte + int(off) * memory.dtype.itemsize)
         while memory.array[int(off)] != raw(val):
             log().watch(address, p.resume)
-            what = f"{memory.name}[{int(off)}] to become {int(val)}, at {site}"
-            p.block(lambda what=what: f"{what} (it is {memory.array[int(off)]})", site)  # type: ignore[misc]
+            what = f"{memory.name}[{int(off)}] to become {int(val)}"
+            p.block(memory.name, lambda: (what, f"it is {memory.array[int(off)]}"), site)  # noqa: B023
         log().synchronise(p, _lock_key(pointer, int(off), scope, p), acquire, False)
         at = off.reshape(1)
         log().access(p.engine, memory, at, "atomic", p.agent, p.clock[p.agent], p.clock, site)

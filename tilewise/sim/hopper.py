@@ -106,7 +106,7 @@ def tma_load(
     if not pred:
         return
     desc, where = tensor_desc, [int(c) for c in coord]
-    if result.shape != desc.block_shape or result.np_dtype != desc.memory.dtype:
+    if not desc.fits(result.shape) or result.np_dtype != desc.memory.dtype:
         raise TypeError(f"TMA tile {desc.dtype}{desc.block_shape} into {result.label}, {result.shape}")
     targets = [p.cta.rank]
     if multicast:
@@ -145,13 +145,12 @@ def _copy_in(
             piece.access(True, "async", *who)
             if lo == 0:
                 log().access(e, desc.memory, desc.offsets(coord, box), "read", *who)
-            data = desc.read(coord)[tile][lo:hi]
+            data = desc.read(coord).reshape(desc.block_shape[-len(part.np_shape) :])[tile][lo:hi]
             for proxy in ("generic", "async"):
                 piece.put(proxy, data)
             bar.complete(tells, piece.nbytes, e, site)
 
         e.at(when, land)
-        e.record(f"load {desc.name}", "TMA", e.now, when, p, bytes=piece.nbytes, into=piece.label)
 
 
 class BulkStore:
@@ -186,7 +185,7 @@ def bulk_store(desc: Descriptor, coord: Any, src: SharedView, reduce: str | None
     p = engine.current()
     site = p.point()
     e = p.engine
-    if src.shape != desc.block_shape or src.np_dtype != desc.memory.dtype:
+    if not desc.fits(src.shape) or src.np_dtype != desc.memory.dtype:
         raise TypeError(f"TMA tile {desc.dtype}{desc.block_shape} from {src.label}, {src.shape}")
     where = [int(c) for c in coord]
     box = src.own_box()
@@ -220,8 +219,6 @@ def bulk_store(desc: Descriptor, coord: Any, src: SharedView, reduce: str | None
 
     e.at(read_at, read)
     e.at(write_at, write)
-    name = f"{'store' if reduce is None else 'reduce'} {desc.name}"
-    e.record(name, "TMA", e.now, write_at, p, bytes=part.nbytes, read=read_at)
 
 
 def tma_store(tensor_desc: Descriptor, coord: Any, src: SharedView, cache_policy: Any = None) -> None:
@@ -349,7 +346,6 @@ def warpgroup_mma(
         op.finish()
 
     e.at(when, complete)
-    e.record(f"{m}x{n}x{k}", "tensor core", e.now, when, p, flop=2 * m * n * k, shape=shape)
     out = Accumulator(op, [m, n], acc.layout)
     return out if is_async else warpgroup_mma_wait(0, [out])
 

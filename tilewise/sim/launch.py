@@ -6,6 +6,7 @@ import contextlib
 import inspect
 import itertools
 import types
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -89,24 +90,55 @@ def _run(
     options: Options,
 ) -> Report:
     report = Report(name, options.seed)
-    num_warps, num_ctas = int(settings.get("num_warps", 4)), int(settings.get("num_ctas", 1))
-    groups = [programs] if options.together else [[p] for p in programs]
-    for group in groups:
-        cost = options.cost(group[0]) if options.cost else RandomCost(f"{options.seed} {group[0]}")
+    pending = deque(programs)
+    while pending:
+        first = pending[0]
+        cost = options.cost(first) if options.cost else RandomCost(f"{options.seed} {first}")
         engine = Engine(cost, options)
+        engine.pending = pending
         report.engines.append(engine)
-        mains = []
-        for program in group:
-            cluster = Cluster(num_ctas)
-            mains += [Cta(engine, program, grid, num_warps, cluster, settings) for _ in range(num_ctas)]
-        for cta in mains:
-            cta.main = Partition(cta, name, function, call, {}, num_warps)
-            cta.main.start()
+        resident = 1 if not options.together else options.resident or len(pending)
+        _Programs(engine, name, function, call, grid, settings).start(resident)
         engine.run()
-        report.findings += engine.findings
+        known = {(f.kind, f.text) for f in report.findings}  # of other programs: say it once
+        report.findings += [f for f in engine.findings if (f.kind, f.text) not in known]
         if report.findings and options.stop_at_first:
             break
     return report
+
+
+class _Programs:
+    """Starts programs of a launch in one engine; with `together`, another as one ends."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        name: str,
+        function: Any,
+        call: list[Any],
+        grid: tuple[int, int, int],
+        settings: dict[str, Any],
+    ) -> None:
+        self.engine, self.name, self.function, self.call = engine, name, function, call
+        self.grid, self.settings = grid, settings
+        self.num_warps, self.num_ctas = (
+            int(settings.get(key, default)) for key, default in (("num_warps", 4), ("num_ctas", 1))
+        )
+
+    def start(self, count: int) -> None:
+        ctas: list[Cta] = []
+        for _ in range(min(count, len(self.engine.pending))):
+            program, cluster = self.engine.pending.popleft(), Cluster(self.num_ctas)
+            for _ in range(self.num_ctas):
+                ctas.append(Cta(self.engine, program, self.grid, self.num_warps, cluster, self.settings))
+        for cta in ctas:  # all exist before the first of them runs
+            cta.main = Partition(cta, self.name, self.function, self.call, {}, self.num_warps)
+            cta.main.joiners.append(lambda cluster=cta.cluster: self.ended(cluster))
+            cta.main.start()
+
+    def ended(self, cluster: Cluster) -> None:
+        if self.engine.options.together and all(cta.main.done for cta in cluster.ctas):
+            self.start(1)
 
 
 def argument(value: Any, name: str) -> Any:
@@ -114,9 +146,11 @@ def argument(value: Any, name: str) -> Any:
     if isinstance(value, torch.Tensor):
         return Pointer(GlobalTensor(value, name))
     if hasattr(value, "block_shape") and hasattr(value, "base"):
-        memory = GlobalTensor(value.base, name)
+        base = getattr(value.base, "tensor", value.base)  # of gluon.ragged.Earlier
+        before = getattr(value.base, "elements", 0)
+        memory = GlobalTensor(base, name)
         return Descriptor(
-            memory, value.shape, value.strides, value.block_shape, value.layout, value.padding
+            memory, value.shape, value.strides, value.block_shape, value.layout, value.padding, before
         )
     if isinstance(value, bool):
         return scalar(value, BOOL)

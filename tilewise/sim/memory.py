@@ -36,7 +36,10 @@ class Access:
         self.flush: Callable[[], None] | None = None
 
     def __str__(self) -> str:
-        return f"{'write' if self.write else 'read'} by {self.agent.name} at {self.site}"
+        """Who did what where; of an asynchronous operation, where and by whom it was issued."""
+        own = self.agent.name == self.site.partition
+        where = f"at {self.site.place}" if own else f"issued at {self.site}"
+        return f"{'write' if self.write else 'read'} by {self.agent.name} {where}"
 
 
 class Buffer:
@@ -71,11 +74,11 @@ class Buffer:
                 continue
             ordered = knows(known, other.agent, other.tick)
             if (write or other.write) and not ordered:
-                text = f"{label}: {record} is not ordered after the {other}"
+                text = f"{label}\n    {record}\n    is not ordered after the {other}"
                 key = (self.name, site[:3], other.site[:3])
                 engine.report("race", text, site, other.site, key=key)
             elif self._unfenced(other, proxy, known):
-                text = f"{label}: {record} follows the {other} without fence_async_shared"
+                text = f"{label}\n    {record}\n    follows the {other} without fence_async_shared"
                 key = (self.name, site[:3], other.site[:3])
                 engine.report("fence", text, site, other.site, key=key)
             replaced = ordered and (write or (not other.write and other.agent is agent))

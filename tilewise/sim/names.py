@@ -14,7 +14,8 @@ from typing import Any
 
 from triton.experimental.gluon import language as real
 
-from tilewise.sim import ampere, asm, blackwell, control, gl, global_ops, hopper, reductions, shared
+from tilewise.sim import ampere, asm, blackwell, clc, control, gl, global_ops, hopper, reductions, shared
+from tilewise.sim.tensor_memory import TensorView
 
 LANGUAGE = "triton.experimental.gluon.language"
 TRITON = "triton.language"
@@ -117,12 +118,13 @@ TABLE: dict[str, dict[str, Any]] = {
     f"{NVIDIA}.blackwell": _BLACKWELL,
     f"{NVIDIA}.blackwell.tma": _TMA,
     f"{NVIDIA}.blackwell.clc": {
-        "try_cancel": blackwell.clc_try_cancel,
-        "load_result": blackwell.clc_load_result,
+        "try_cancel": clc.try_cancel,
+        "load_result": clc.load_result,
     },
     "tilewise.gluon.compat": {
         "tma_reduce_add": hopper.tma_reduction("ADD"),
         "tmem_register_layout": blackwell.get_tmem_reg_layout,
+        "tmem_reinterpret": TensorView.reinterpret,
         "label": control.Label.label,
         "label_stages": control.Label.stages,
         "at_tile": control.Label.at_tile,

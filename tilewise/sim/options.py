@@ -18,6 +18,8 @@ class Options:
     cost: function (program id) -> cost model, instead of random times.
     together: run all programs in one engine, so that they interleave, instead of one after another.
     global_races: track order in global memory too; None means when `together`.
+    resident: with `together`, run so many programs at a time; the others start as one ends, unless a
+        running one takes them over (cluster launch control). None runs all at once.
     limit: run only so many programs of the grid.
     programs: run only these program ids.
     stop_at_first: skip the remaining programs once one has findings.
@@ -33,6 +35,7 @@ class Options:
     cost: Callable[[tuple[int, int, int]], Any] | None = None
     together: bool = False
     global_races: bool | None = None
+    resident: int | None = None
     limit: int | None = None
     programs: frozenset[tuple[int, int, int]] | None = None
     stop_at_first: bool = False

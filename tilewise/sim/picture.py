@@ -9,7 +9,7 @@ from html import escape
 from pathlib import Path
 
 from tilewise.sim.predict import Prediction
-from tilewise.sim.timing import FMA, SHARED, UNITS, Span
+from tilewise.sim.timing import FMA, SHARED, Span
 from tilewise.sim.trace import steady, tracks
 
 WIDTH, LEFT, RIGHT = 1120, 128, 16  # pixels
@@ -23,7 +23,7 @@ def draw(prediction: Prediction, window: tuple[float, float] | None = None) -> s
     """The SVG. window: from and to which cycle; a few tiles from the middle if not given."""
     start, stop = window or steady(prediction)
     spans = [s for s in prediction.spans if s.end > start and s.start < stop and s.end > s.start]
-    rows = tracks(spans)
+    rows = list(dict.fromkeys(_row(kind, track) for kind, track in tracks(spans)))
     roles = sorted({s.partition for s in prediction.spans})
     colours = {role: COLOURS[n % len(COLOURS)] for n, role in enumerate(roles)}
     scale = (WIDTH - LEFT - RIGHT) / (stop - start)
@@ -34,12 +34,12 @@ def draw(prediction: Prediction, window: tuple[float, float] | None = None) -> s
         _text(LEFT, 18, _title(prediction), size=13),
         _text(LEFT, 36, _subtitle(prediction)),
     ]
-    for n, track in enumerate(rows):
+    for n, row in enumerate(rows):
         y = TOP + n * (ROW + GAP)
-        parts.append(_text(LEFT - 8, y + ROW / 2 + 4, track, anchor="end"))
+        parts.append(_text(LEFT - 8, y + ROW / 2 + 4, row[1], anchor="end"))
         parts.append(_line(LEFT, y + ROW, WIDTH - RIGHT, y + ROW))
         for s in spans:
-            if s.track == track:
+            if _row(s.kind, s.track) == row:
                 parts.append(_bar(s, start, stop, scale, y, colours[s.partition]))
     bottom = TOP + len(rows) * (ROW + GAP)
     parts += _axis(start, stop, scale, bottom)
@@ -56,12 +56,17 @@ def write(prediction: Prediction, path: Path) -> None:
     path.write_text(svg, encoding="utf-8")
 
 
+def _row(kind: str, track: str) -> tuple[str, str]:
+    """A role's waits are drawn between its work."""
+    return ("role" if kind == "wait" else kind, track)
+
+
 def _title(p: Prediction) -> str:
     return f"{p.kernel} on {p.gpu.name}: steady state of one SM, simulated"
 
 
 def _subtitle(p: Prediction) -> str:
-    shares = ", ".join(f"{unit} {p.busy[unit]:.0%}" for unit in UNITS)
+    shares = ", ".join(f"{unit} {share:.0%}" for unit, share in p.busy.items())
     return f"busy over the whole program: {shares}"
 
 
@@ -81,15 +86,16 @@ def _bar(s: Span, start: float, stop: float, scale: float, y: float, colour: str
     x = LEFT + (max(s.start, start) - start) * scale
     width = max(0.6, (min(s.end, stop) - max(s.start, start)) * scale)
     label = s.name.removeprefix(s.partition).strip()
-    tip = (
-        f"{s.partition}: {s.name}, cycles {s.start:.0f} to {s.end:.0f}{f', {s.tile}' if s.tile else ''}"
-    )
+    wait = s.kind == "wait"
+    what = f"waits for {s.name}" if wait else s.name
+    tip = f"{s.partition}: {what}, cycles {s.start:.0f} to {s.end:.0f}{f', {s.tile}' if s.tile else ''}"
+    look = 'fill-opacity="0.12" stroke-dasharray="3 2"' if wait else 'fill-opacity="0.85"'
     bar = (
-        f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{ROW}" fill="{colour}" '
-        f'fill-opacity="0.85" stroke="{colour}" stroke-width="0.5"><title>{escape(tip)}</title></rect>'
+        f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{ROW}" fill="{colour}" {look} '
+        f'stroke="{colour}" stroke-width="0.5"><title>{escape(tip)}</title></rect>'
     )
     if width > LETTER * len(label) + 4 and label and s.track not in (FMA, SHARED):  # those overlap
-        bar += _text(x + width / 2, y + ROW / 2 + 4, label, "middle", fill="#ffffff")
+        bar += _text(x + width / 2, y + ROW / 2 + 4, label, "middle", fill=GREY if wait else "#ffffff")
     return bar
 
 

@@ -10,6 +10,7 @@ the order of the grid, as the hardware does: one that ends makes room for the ne
 from __future__ import annotations
 
 import heapq
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,7 +34,7 @@ class Prediction:
     cycles: of the whole kernel. program_cycles: of the longest program simulated. waves: programs for
     each SM on average. balance: share of the SMs' time that has work in it. busy:
     share of the longest program during which a unit works at its full rate. tensor_flops: of that
-    program. spans: its timeline.
+    program. spans: its timeline; `waits` sums it up.
     """
 
     kernel: str
@@ -59,7 +60,26 @@ class Prediction:
     @property
     def binds(self) -> str:
         """The unit with the least room left."""
-        return max(UNITS, key=lambda unit: self.busy[unit])
+        return max(self.busy, key=lambda unit: self.busy[unit])
+
+    @property
+    def waits(self) -> dict[str, dict[str, float]]:
+        """Role -> what it waited for -> share of the longest program, the stages of a ring together."""
+        found: dict[str, dict[str, float]] = {s.partition: {} for s in self.spans if s.kind == "role"}
+        for s in self.spans:
+            if s.kind == "wait":
+                role, what = found.setdefault(s.track, {}), re.sub(r"\[\d+\]$", "", s.name)
+                role[what] = role.get(what, 0.0) + (s.end - s.start) / self.program_cycles
+        return found
+
+    @property
+    def works(self) -> dict[str, float]:
+        """Role -> share of the longest program in which it does something that takes its own time."""
+        found = dict.fromkeys(self.waits, 0.0)
+        for s in self.spans:
+            if s.kind == "role":
+                found[s.track] += (s.end - s.start) / self.program_cycles
+        return found
 
 
 def predict(
@@ -110,7 +130,7 @@ def predict(
         longest,
         each.size / chip.sms,
         balance,
-        {unit: lanes[unit].busy() / longest for unit in UNITS},
+        {unit: lanes[unit].busy() / longest for unit in UNITS if unit in lanes},
         lanes[UNITS[0]].total,
         cost.spans,
     )

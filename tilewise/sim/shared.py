@@ -188,4 +188,3 @@ def async_store(dst: SharedView, value: Tensor, barrier: Barriers) -> None:
             bar.complete(a[3], part.nbytes, e, site)
 
         e.at(arrivals[0][2], land)
-        e.record("async_store", "network", e.now, arrivals[0][2], p, bytes=part.nbytes)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from tilewise.perf import gpus
 from tilewise.sim.cost import MmaShape
@@ -39,6 +39,7 @@ class Parameters:
     tma_latency: from the issue of a copy until its first byte. global_latency: the same of a plain load.
     shared: share of the shared-memory peak that can be had. tensor: the same of the tensor cores.
     vector: the same of the FMA units, for latencies and register banks that the model does not know.
+    tensor_memory: bytes a cycle between registers and tensor memory.
     """
 
     launch: float = 4000.0
@@ -51,10 +52,12 @@ class Parameters:
     shared: float = 1.0
     tensor: float = 1.0
     vector: float = 1.0
+    tensor_memory: float = 2048.0
 
 
 # Issue slots of one element, in FMAs. A product that ends in a fused multiply-add was charged as "mul".
 # Comparisons, maxima and conversions run at half rate [guide]; two conversions go into one instruction.
+# Blackwell's maximum takes three operands, so half as many instructions find the maximum of a row.
 SLOTS = {
     "add": 1.0,
     "mul": 1.0,
@@ -68,6 +71,7 @@ SLOTS = {
     "layout": 0.0,
     "other": 1.0,
 }
+BLACKWELL_SLOTS = {**SLOTS, "max": 1.0}
 
 
 class Lane:
@@ -105,8 +109,13 @@ class Lane:
 
 @dataclass(frozen=True)
 class Span:
-    """Something on the timeline, in cycles. `track` is a hardware unit or a partition."""
+    """Something on the timeline, in cycles.
 
+    kind: a hardware unit at work, a role (partition) at work, or a role that waits. track: the unit or
+    the role. name: what is done, or what is waited for.
+    """
+
+    kind: Literal["unit", "role", "wait"]
     track: str
     name: str
     start: float
@@ -116,13 +125,13 @@ class Span:
 
 
 TENSOR, EXP, FMA, SHARED, TMA = "tensor core", "exponentials", "FMA", "shared memory", "TMA"
-UNITS = (TENSOR, EXP, FMA, SHARED, TMA)
+TENSOR_MEMORY = "tensor memory"
+UNITS = (TENSOR, EXP, FMA, SHARED, TMA, TENSOR_MEMORY)  # the last on Blackwell only
 
 
 class SmCost:
     """The cost model of one SM of a GPU."""
 
-    recording = True
     delayed_stores = False
 
     def __init__(self, gpu: gpus.GPU, parameters: Parameters, hoisted: bool = False) -> None:
@@ -138,6 +147,9 @@ class SmCost:
             SHARED: Lane(gpu.shared_bytes_per_cycle * parameters.shared),
             TMA: Lane(gpu.l2_bytes_per_cycle / gpu.sms),
         }
+        if gpu.tensor_memory_bytes:
+            self.lanes[TENSOR_MEMORY] = Lane(parameters.tensor_memory)
+        self.slots = BLACKWELL_SLOTS if gpu.family == "blackwell" else SLOTS
         self.spans: list[Span] = []
         self.exps: dict[Partition, float] = {}  # when a partition's exponentials will be done
         self.products: dict[Partition, float] = {}  # when its last product will be done
@@ -148,25 +160,37 @@ class SmCost:
     def partition(self, partition: Partition) -> None:
         partition.speed = 1.0
 
-    def span(self, track: str, name: str, start: float, end: float, p: Partition) -> None:
-        self.spans.append(Span(track, name, start, end, p.name, p.tile))
+    def unit(self, unit: str, name: str, start: float, end: float, p: Partition) -> None:
+        self.spans.append(Span("unit", unit, name, start, end, p.name, p.tile))
+
+    def role(self, p: Partition, name: str, start: float, end: float) -> None:
+        self.spans.append(Span("role", p.name, name, start, end, p.name, p.tile))
+
+    def waited(self, partition: Partition, what: str, start: float) -> None:
+        p, end = partition, self.engine.now
+        if end > start:
+            self.spans.append(Span("wait", p.name, what, start, end, p.name, p.tile))
 
     def step(self, partition: Partition) -> float:
-        ready = self.exps.pop(partition, 0.0)
-        return max(0.0, ready - max(partition.t, self.engine.now)) + self.parameters.step
+        begin, ready = max(partition.t, self.engine.now), self.exps.pop(partition, 0.0)
+        if ready > begin:
+            self.role(partition, "exp", begin, ready)
+        return max(0.0, ready - begin) + self.parameters.step
 
     def poll(self) -> float:
         return self.parameters.poll
 
     def vector(self, partition: Partition, kind: str, elements: int, bits: int) -> None:
-        p, slots = partition, elements * SLOTS.get(kind, 1.0)
+        p, slots = partition, elements * self.slots.get(kind, 1.0)
         if kind == "exp":
             if self.hoisted and elements >= TILE:
+                start = max(p.t, self.engine.now)
                 p.t = max(p.t, self.products.get(p, 0.0))
                 p.sync()
+                self.waited(p, "the warpgroup MMA", start)
             start, done = self.lanes[EXP].take(max(p.t, self.engine.now), elements)
             self.exps[p] = max(done, self.exps.get(p, 0.0))
-            self.span(EXP, p.name, start, done, p)
+            self.unit(EXP, p.name, start, done, p)
         begin = max(p.t, self.engine.now)
         while slots > 0:
             part = min(slots, SHARE * self.lanes[FMA].per_cycle)
@@ -175,26 +199,31 @@ class SmCost:
             if part > SLICE * self.lanes[FMA].per_cycle / 4:  # the others may have something earlier
                 p.sync()
         if p.t - begin > 1:
-            self.span(p.name, kind, begin, p.t, p)
-            self.span(FMA, p.name, begin, p.t, p)
+            self.role(p, kind, begin, p.t)
+            self.unit(FMA, p.name, begin, p.t, p)
 
     def shared(self, partition: Partition, nbytes: int, write: bool) -> None:
         p = partition
         start, p.t = self.lanes[SHARED].take(max(p.t, self.engine.now), nbytes)
         name = "store" if write else "load"
-        self.span(SHARED, f"{p.name} {name}", start, p.t, p)
-        self.span(p.name, name, start, p.t, p)
+        self.unit(SHARED, f"{p.name} {name}", start, p.t, p)
+        self.role(p, name, start, p.t)
         p.sync()
 
     def tensor(self, partition: Partition, nbytes: int, write: bool) -> None:
-        """Tensor memory moves 16 bytes a lane and cycle for each of 128 lanes; taken from no table."""
-        partition.t = max(partition.t, self.engine.now) + nbytes / 2048 + self.parameters.mma_latency
+        p = partition
+        start, moved = self.lanes[TENSOR_MEMORY].take(max(p.t, self.engine.now), nbytes)
+        p.t = moved + self.parameters.mma_latency
+        name = "store to tensor memory" if write else "load from tensor memory"
+        self.unit(TENSOR_MEMORY, f"{p.name} {'store' if write else 'load'}", start, moved, p)
+        self.role(p, name, start, p.t)
+        p.sync()
 
     def global_(self, partition: Partition, nbytes: int, kind: str) -> None:
         p = partition
         start, end = self.lanes[TMA].take(max(p.t, self.engine.now), nbytes)
         p.t = end if kind == "store" else end + self.parameters.global_latency
-        self.span(p.name, f"global {kind}", start, p.t, p)
+        self.role(p, f"global {kind}", start, p.t)
 
     def copy(
         self, partition: Partition, rows: int, nbytes: int, kind: str
@@ -203,15 +232,15 @@ class SmCost:
         latency = self.parameters.tma_latency
         rate = nbytes / max(1.0, end - start)
         _, written = self.lanes[SHARED].take(start + latency, nbytes, rate)
-        self.span(TMA, f"{kind} {nbytes} bytes", start, end, partition)
-        self.span(SHARED, f"{partition.name} fill", start + latency, written, partition)
+        self.unit(TMA, f"{kind} {nbytes} bytes", start, end, partition)
+        self.unit(SHARED, f"{partition.name} fill", start + latency, written, partition)
         return [(0, rows, max(written, end + latency))]
 
     def bulk_store(self, partition: Partition, nbytes: int, reduce: bool) -> tuple[float, float]:
         start, end = self.lanes[TMA].take(self.engine.now, nbytes)
         _, read = self.lanes[SHARED].take(start, nbytes, nbytes / max(1.0, end - start))
         read = max(read, end)
-        self.span(TMA, f"{'reduce' if reduce else 'store'} {nbytes} bytes", start, read, partition)
+        self.unit(TMA, f"{'reduce' if reduce else 'store'} {nbytes} bytes", start, read, partition)
         return read, read + self.parameters.tma_latency
 
     def mma(self, partition: Partition, shape: MmaShape, earliest: float) -> float:
@@ -225,9 +254,9 @@ class SmCost:
         nbytes = operand_bytes(shape)
         if nbytes:
             _, read = self.lanes[SHARED].take(begin, nbytes, 1.05 * nbytes / (end - begin))
-            self.span(SHARED, f"{partition.name} operands", begin, read, partition)
+            self.unit(SHARED, f"{partition.name} operands", begin, read, partition)
             end = max(end, read)
-        self.span(TENSOR, f"{partition.name} {shape.m}x{shape.n}x{shape.k}", begin, end, partition)
+        self.unit(TENSOR, f"{partition.name} {shape.m}x{shape.n}x{shape.k}", begin, end, partition)
         self.products[partition] = end + latency
         return end + latency
 

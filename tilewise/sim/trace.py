@@ -1,6 +1,7 @@
 """A simulated timeline as a Chrome trace, for https://ui.perfetto.dev or chrome://tracing.
 
-One track for each hardware unit and one for each warp role; a microsecond of the viewer is a cycle.
+One track for each hardware unit, one for each warp role, and one for what each role waits for; a
+microsecond of the viewer is a cycle.
 """
 
 from __future__ import annotations
@@ -12,34 +13,34 @@ from typing import Any
 from tilewise.sim.predict import Prediction
 from tilewise.sim.timing import TENSOR, UNITS, Span
 
-UNIT_PROCESS, ROLE_PROCESS = 1, 2
+PROCESSES = {"unit": "hardware units", "role": "warp roles", "wait": "what the roles wait for"}
+NUMBERS = {kind: n for n, kind in enumerate(PROCESSES, start=1)}
 
 
-def tracks(spans: list[Span]) -> list[str]:
-    """Units first, then warp roles in the order of their partitions."""
-    found = {s.track for s in spans}
-    return [u for u in UNITS if u in found] + sorted(found - set(UNITS))
+def tracks(spans: list[Span]) -> list[tuple[str, str]]:
+    """(kind, track), units first, then warp roles in the order of their partitions, then their waits."""
+    found = {(s.kind, s.track) for s in spans}
+    units = {unit: n for n, unit in enumerate(UNITS)}
+    return sorted(found, key=lambda t: (NUMBERS[t[0]], units.get(t[1], 0), t[1]))
 
 
 def events(prediction: Prediction) -> list[dict[str, Any]]:
     """The trace's events: names of the tracks, then one complete event per span."""
     order = tracks(prediction.spans)
-    rows: list[dict[str, Any]] = [
-        _metadata("process_name", UNIT_PROCESS, 0, "hardware units"),
-        _metadata("process_name", ROLE_PROCESS, 0, "warp roles"),
-    ]
-    for n, track in enumerate(order):
-        rows.append(_metadata("thread_name", _process(track), n, track))
+    rows = [_metadata("process_name", NUMBERS[kind], 0, name) for kind, name in PROCESSES.items()]
+    for n, (kind, track) in enumerate(order):
+        name = f"{track} waits" if kind == "wait" else track
+        rows.append(_metadata("thread_name", NUMBERS[kind], n, name))
     for s in sorted(prediction.spans, key=lambda s: s.start):
         rows.append(
             {
                 "name": s.name,
-                "cat": "unit" if s.track in UNITS else "role",
+                "cat": s.kind,
                 "ph": "X",
                 "ts": round(s.start, 1),
                 "dur": round(s.end - s.start, 1),
-                "pid": _process(s.track),
-                "tid": order.index(s.track),
+                "pid": NUMBERS[s.kind],
+                "tid": order.index((s.kind, s.track)),
                 "args": {"by": s.partition, "at": s.tile},
             }
         )
@@ -59,10 +60,6 @@ def write(prediction: Prediction, path: Path) -> None:
         },
     }
     path.write_text(json.dumps(data), encoding="utf-8")
-
-
-def _process(track: str) -> int:
-    return UNIT_PROCESS if track in UNITS else ROLE_PROCESS
 
 
 def _metadata(name: str, process: int, thread: int, value: str) -> dict[str, Any]:

@@ -4,6 +4,7 @@ import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from tilewise.gluon.compat import aggregate
 
@@ -94,4 +95,41 @@ else:
 def copy_groups(x, BLOCK=512):
     y = torch.empty_like(x)
     copy_groups_kernel[(1,)](x, y, x.numel() // BLOCK, BLOCK)
+    return y
+
+
+@gluon.jit
+def fetch(x_ptr, x_s, full, BLOCK: gl.constexpr):
+    layout: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
+    offsets = gl.arange(0, BLOCK, layout)
+    for i in gl.static_range(3):
+        async_copy_in(x_s.index(i), x_ptr + i * BLOCK + offsets, offsets >= 0)
+        async_copy.mbarrier_arrive(full.index(i), increment_count=False)
+
+
+@gluon.jit
+def double(y_ptr, x_s, full, BLOCK: gl.constexpr):
+    layout: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
+    offsets = gl.arange(0, BLOCK, layout)
+    for i in gl.static_range(3):
+        mbarrier.wait(full.index(i), 0)
+        gl.store(y_ptr + i * BLOCK + offsets, x_s.index(i).load(layout) * 2.0)
+
+
+@gluon.jit
+def copy_signals_kernel(x_ptr, y_ptr, BLOCK: gl.constexpr):
+    """cp.async in one partition, whose 32 threads each arrive when their copies have landed."""
+    x_s = gl.allocate_shared_memory(gl.float32, [3, BLOCK], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    full = gl.allocate_shared_memory(gl.int64, [3, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(3):
+        mbarrier.init(full.index(i), count=32)
+    gl.warp_specialize(
+        [(double, (y_ptr, x_s, full, BLOCK)), (fetch, (x_ptr, x_s, full, BLOCK))], [1], [24]
+    )
+
+
+def copy_signals(x):
+    """x [1536] fp32."""
+    y = torch.empty_like(x)
+    copy_signals_kernel[(1,)](x, y, 512, num_warps=4)
     return y
