@@ -173,6 +173,8 @@ def terms(t: Tensors, loss: str, want: Results) -> Results:
     """
     spec, x = t.spec, t.x
     found = {name: torch.zeros_like(value) for name, value in want.items()}
+    for name, like in (("dq", x.q), ("dk", x.k), ("dv", x.v)):  # of no use where nobody wants them
+        found.setdefault(name, torch.zeros_like(like, dtype=torch.float64))
     weights, kept = _weights(t)
     least_slope = 2 * torch.finfo(spec.lse_dtype).eps / TOLERANCE[spec.dtype]
     for seq in sequences(spec, x):

@@ -29,6 +29,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "sim_seeds" in metafunc.fixturenames:
+        seeds = range(metafunc.config.getoption("--sim-seeds"))
+        metafunc.parametrize("sim_seeds", [seeds], ids=["seeds"])
+
+
 def pytest_configure() -> None:
     poison.install()
 

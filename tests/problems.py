@@ -57,7 +57,7 @@ class Problem:
     deterministic: bool = False
     layout: str = "plain"  # how q, k and v lie in memory
     dout_layout: str = "plain"  # or "expanded": one number, strides 0; "heads first"; "columns"
-    loss: str = "both"  # which of out and lse the loss sees: "out", "lse", "both"
+    loss: str = "both"  # which of out and lse the loss sees: "out", "lse", "both"; "none": no gradients
     values: float = 1.0  # standard deviation of q, k and v
     shift: float = 0.0  # added to every scaled score, through one component of q and k
     equal_keys: bool = False  # every key the same: all scores of a row tie for the maximum
@@ -86,7 +86,7 @@ class Tensors(NamedTuple):
 
 def features(p: Problem) -> frozenset[str]:
     """The rows of ``dispatch.FEATURES`` that a kernel needs for the problem, forward and backward."""
-    return tensors(p).spec.features | ({"lse_grad"} if p.loss != "out" else set())
+    return tensors(p).spec.features | ({"lse_grad"} if p.loss in ("lse", "both") else set())
 
 
 def tensors(p: Problem, device: torch.device | str = "cpu") -> Tensors:
@@ -250,7 +250,7 @@ def reference_results(t: Tensors, loss: str, dtype: torch.dtype) -> Results:
         if getattr(t.x, name) is not None
     }
     out, lse = reference.attention(t.spec, t.x._replace(**leaves), dtype)
-    if not out.requires_grad:  # no sequence, no graph
+    if not out.requires_grad and loss != "none":  # no sequence, no graph
         return {
             "out": out,
             "lse": lse,
@@ -270,25 +270,28 @@ def run(p: Problem, t: Tensors, **how: Any) -> Results:
     if not p.varlen:
         del given["cu_seqlens_q"], given["cu_seqlens_k"]
     longest = {"max_seqlen_q": p.longest[0], "max_seqlen_k": p.longest[1]} if p.varlen else {}
-    out, lse = (attention_varlen if p.varlen else attention)(
-        **given,
-        **longest,
-        causal=p.causal,
-        window=p.window,
-        scale=p.scale,
-        softcap=p.softcap,
-        dropout_p=p.dropout_p,
-        seed=p.seed,
-        deterministic=p.deterministic,
-        return_lse=True,
-        **how,
-    )
+    with torch.set_grad_enabled(p.loss != "none"):
+        out, lse = (attention_varlen if p.varlen else attention)(
+            **given,
+            **longest,
+            causal=p.causal,
+            window=p.window,
+            scale=p.scale,
+            softcap=p.softcap,
+            dropout_p=p.dropout_p,
+            seed=p.seed,
+            deterministic=p.deterministic,
+            return_lse=True,
+            **how,
+        )
     return _with_gradients(out, lse, leaves, t, p.loss)
 
 
 def _with_gradients(
     out: Tensor, lse: Tensor, leaves: dict[str, Tensor], t: Tensors, loss: str
 ) -> Results:
+    if loss == "none":
+        return {"out": out.detach(), "lse": lse.detach()}
     losses = {"out": [(out, t.dout)], "lse": [(lse, t.dlse)], "both": [(out, t.dout), (lse, t.dlse)]}[
         loss
     ]

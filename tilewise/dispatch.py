@@ -46,6 +46,7 @@ FEATURES = {
 
 _ALL = frozenset(FEATURES) - {"fp8"}
 _TRITON = _ALL - {"fp64", "bias", "alibi", "sink", "dropout"}
+_HOPPER = _TRITON - {"fp32", "lse_grad"}
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,10 @@ class Kernel:
         reason = self.unavailable(spec.device)
         if reason is not None:
             return reason
-        missing = (spec.features | extra) - getattr(self, direction)
+        supported = getattr(self, direction)
+        if not supported:
+            return f"has no {direction}"
+        missing = (spec.features | extra) - supported
         if missing:
             return f"no {direction} with " + ", ".join(
                 FEATURES[name] for name in FEATURES if name in missing
@@ -108,15 +112,25 @@ def _triton(device: torch.device) -> str | None:
     return f"needs a GPU tensor (or TRITON_INTERPRET=1 on a CPU), these are on {device}"
 
 
+def _hopper(device: torch.device) -> str | None:
+    missing = _triton_missing()
+    if missing is not None:
+        return missing
+    if device.type != "cuda" or torch.version.hip:
+        return f"needs an NVIDIA GPU, these are on {device}"
+    capability = torch.cuda.get_device_capability(device)
+    return None if capability == (9, 0) else "needs sm_90, this GPU is sm_{}{}".format(*capability)
+
+
 KERNELS: tuple[Kernel, ...] = (
     Kernel("cpu", "fa2", "tilewise.backends.cpu.fa2", _ALL, _ALL, _cpu),
+    Kernel("hopper", "fa3", "tilewise.backends.hopper.forward", _HOPPER, frozenset(), _hopper),
     Kernel("triton", "fa2", "tilewise.backends.triton.fa2", _TRITON, _TRITON, _triton),
     Kernel("cpu", "fa1", "tilewise.backends.cpu.fa1", _ALL, _ALL, _cpu),
     Kernel("triton", "fa1", "tilewise.backends.triton.fa1", _TRITON, _TRITON, _triton),
 )
 
 _NOT_BUILT = {
-    "fa3": "FlashAttention-3 (Hopper) has no kernel in this version",
     "fa4": "FlashAttention-4 (Blackwell) has no kernel in this version",
 }
 

@@ -111,3 +111,37 @@ def _family(device: torch.device) -> str:
     return {(8, 0): "ampere", (9, 0): "hopper", (10, 0): "blackwell", (10, 3): "blackwell"}.get(
         (major, minor), "other"
     )
+
+
+class HopperTile(NamedTuple):
+    """A Hopper kernel's tile, and what of it lies where."""
+
+    consumers: int  # warpgroups of 64 queries each
+    k: int  # keys
+    stages: int  # of the rings of K and V
+    q_stages: int
+    q_in_registers: bool
+    ping_pong: bool
+    o_by_tma: bool  # the output leaves through a buffer of its own in shared memory
+    registers: int  # of a consumer's thread while it computes
+    maxnreg: int  # of every thread at launch
+
+
+# (kernel, largest head dim it serves) -> tile, for 2-byte elements.
+_HOPPER_GLUON: dict[tuple[str, int], HopperTile] = {
+    ("forward", 64): HopperTile(3, 128, 3, 2, False, True, True, 160, 128),
+    ("forward", 128): HopperTile(2, 128, 2, 1, True, False, True, 240, 168),
+    ("forward", 256): HopperTile(2, 64, 2, 1, False, False, False, 240, 168),
+}
+
+
+def hopper_tile(kernel: str, head_dim: int) -> HopperTile:
+    """The tile of a Gluon kernel for Hopper; head_dim is the larger of both."""
+    return next(_HOPPER_GLUON[kernel, dim] for dim in (64, 128, 256) if head_dim <= dim)
+
+
+@cache
+def multiprocessors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 132  # an H200's, where a kernel is compiled or simulated without one
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)

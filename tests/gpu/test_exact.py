@@ -8,12 +8,12 @@ import accuracy
 import problems
 import pytest
 import torch
+from gpu_rows import ROWS, skip_if_missing
 from problems import Problem, how
 
-from tilewise import attention, attention_varlen, dispatch, explain
+from tilewise import attention, attention_varlen, explain
 
 DEVICE = "cuda"
-KERNELS = [k.name for k in dispatch.KERNELS if k.backend != "cpu"]
 RUNS = 50
 
 BIG = Problem(((1000, 1100),) * 2, 2, 2, 64, 64, "bf16", causal=True, deterministic=True)
@@ -31,12 +31,7 @@ FORMS = {
 @pytest.fixture(autouse=True)
 def runs_here(request: pytest.FixtureRequest):
     if "kernel" in request.fixturenames:
-        name = request.getfixturevalue("kernel")
-        missing = next(k for k in dispatch.KERNELS if k.name == name).unavailable(
-            torch.device(DEVICE, 0)
-        )
-        if missing is not None:
-            pytest.skip(missing)
+        skip_if_missing(request.getfixturevalue("kernel"))
 
 
 def assert_same(a: problems.Results, b: problems.Results) -> None:
@@ -45,7 +40,7 @@ def assert_same(a: problems.Results, b: problems.Results) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", ROWS)
 def test_deterministic_over_many_runs(kernel: str, form: str):
     """Races and atomics show now and then, not every time."""
     t = problems.tensors(FORMS[form], DEVICE)
@@ -56,7 +51,7 @@ def test_deterministic_over_many_runs(kernel: str, form: str):
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", ROWS)
 def test_window_of_all_keys_equals_causal(kernel: str, dtype: str):
     """(S - 1, 0) and causal are the same mask and must take the same path."""
     for lengths in ((333, 333), (200, 411), (411, 200)):
@@ -66,7 +61,7 @@ def test_window_of_all_keys_equals_causal(kernel: str, dtype: str):
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", ROWS)
 def test_what_has_no_effect_changes_no_bit(kernel: str, dtype: str):
     """NaN and inf in keys that no query sees and in rows of no sequence: 0 * NaN must not happen."""
     p = Problem(((200, 450),) * 2, 1, 2, 64, 64, dtype, deterministic=True)
@@ -80,7 +75,7 @@ def test_what_has_no_effect_changes_no_bit(kernel: str, dtype: str):
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", ROWS)
 def test_a_sequence_does_not_depend_on_its_batch(kernel: str, dtype: str):
     """The same rows alone and beside others: bitwise the same results, gradients too."""
     p = Problem(((333, 411),) * 3, 2, 2, 64, 64, dtype, causal=True, deterministic=True)
@@ -95,7 +90,7 @@ def test_a_sequence_does_not_depend_on_its_batch(kernel: str, dtype: str):
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", ROWS)
 def test_equal_maxima_are_rounded_without_bias(kernel: str, dtype: str):
     """When all scores of a row tie, every P is exp(0): a kernel that rounds them one way is off on
     average, not at random. The mean signed error stays within a quarter of an ulp."""
@@ -111,6 +106,8 @@ def test_a_gpu_gets_a_gpu_kernel():
     q = torch.zeros(1, 4, 2, 16, device=DEVICE, dtype=torch.bfloat16)
     chosen = explain(q, q, q)
     assert all(chosen.data[d]["kernel"].split("/")[0] != "cpu" for d in ("forward", "backward"))
+    if torch.cuda.get_device_capability() == (9, 0):
+        assert chosen.data["forward"]["kernel"] == "hopper/fa3"
 
 
 @pytest.fixture
@@ -121,7 +118,7 @@ def syncs_are_errors():
 
 
 @pytest.mark.parametrize("varlen", [False, True], ids=["dense", "varlen"])
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", ROWS)
 def test_a_call_does_not_wait_for_the_device(kernel: str, varlen: bool, syncs_are_errors):
     """Reading lengths back from the GPU would stall every layer of a model."""
     p = Problem(((100, 120), (100, 120)), 2, 2, 64, 64, "bf16", causal=True, varlen=varlen)
@@ -132,7 +129,7 @@ def test_a_call_does_not_wait_for_the_device(kernel: str, varlen: bool, syncs_ar
     problems.run(p, t, **how(kernel))
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", ROWS)
 def test_a_call_runs_on_the_current_stream(kernel: str):
     p = Problem(((500, 600),), 2, 2, 64, 64, "bf16", causal=True, deterministic=True)
     t = problems.tensors(p, DEVICE)
@@ -147,7 +144,7 @@ def test_a_call_runs_on_the_current_stream(kernel: str):
     assert_same(want, got)
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", ROWS)
 def test_a_graph_replays_with_new_lengths(kernel: str):
     """cu_seqlens and max_seqlen stay on the device: a captured call serves other partitions."""
     q, k, v = (torch.randn(300, 2, 64, device=DEVICE, dtype=torch.bfloat16) for _ in range(3))
@@ -183,7 +180,7 @@ def test_a_graph_replays_with_new_lengths(kernel: str):
             torch.testing.assert_close(out[start:stop], alone, rtol=1e-2, atol=1e-2)
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", ROWS)
 def test_compile_on_a_gpu(kernel: str):
     p = Problem(((100, 120),), 2, 2, 64, 64, "bf16")
     t = problems.tensors(p, DEVICE)

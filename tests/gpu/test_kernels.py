@@ -17,14 +17,13 @@ from dataclasses import replace
 
 import problems
 import pytest
-import torch
 from edges import ALONE, EDGES
+from gpu_rows import ROWS, skip_if_missing, supported
 from problems import Problem, Size, how
 
 from tilewise import UnsupportedError, dispatch
 
 DEVICE = "cuda"
-KERNELS = {k.name: k for k in dispatch.KERNELS if k.backend != "cpu"}
 DTYPES = ("bf16", "fp16", "fp32")
 FUZZ = int(os.environ.get("TILEWISE_FUZZ", 1200))  # random problems for each kernel
 BLOCK = 10  # of them in one test
@@ -33,20 +32,14 @@ BLOCK = 10  # of them in one test
 @pytest.fixture(autouse=True)
 def runs_here(request: pytest.FixtureRequest):
     if "kernel" in request.fixturenames:
-        missing = KERNELS[request.getfixturevalue("kernel")].unavailable(torch.device(DEVICE, 0))
-        if missing is not None:
-            pytest.skip(missing)
-
-
-def supported(kernel: str) -> frozenset[str]:
-    return KERNELS[kernel].forward & KERNELS[kernel].backward
+        skip_if_missing(request.getfixturevalue("kernel"))
 
 
 def edge_cases():
     for n, (name, problem) in enumerate(EDGES.items()):
-        for kernel in KERNELS:
+        for kernel in ROWS:
             # bf16 always, the other two in turn, the other way round for the other kernel.
-            other = ("fp16", "fp32")[(n + list(KERNELS).index(kernel)) % 2]
+            other = ("fp16", "fp32")[(n + ROWS.index(kernel)) % 2]
             for dtype in ("bf16", other):
                 p = replace(problem, dtype=dtype, seed=n)
                 if problems.features(p) <= supported(kernel):
@@ -63,7 +56,7 @@ HEAD_DIMS = (1, 8, 16, 24, 40, 59, 64, 72, 80, 96, 111, 128, 136, 160, 192, 224,
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", ROWS)
 def test_head_dim(kernel: str, head_dim: int, dtype: str):
     """Head dims that are no power of two: columns of padding must not be read or written."""
     p = Problem(((200, 210),), 2, 2, head_dim, head_dim, dtype, causal=True, seed=head_dim)
@@ -71,7 +64,7 @@ def test_head_dim(kernel: str, head_dim: int, dtype: str):
 
 
 @pytest.mark.parametrize(("d", "dv"), [(192, 128), (64, 128), (128, 64), (16, 256), (256, 24), (72, 59)])
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", ROWS)
 def test_unequal_head_dims(kernel: str, d: int, dv: int):
     for deterministic in (False, True):
         p = Problem(((150, 210),), 2, 2, d, dv, "bf16", causal=True, deterministic=deterministic)
@@ -83,7 +76,7 @@ LENGTHS = (1, 2, 3, 17, 63, 64, 65, 97, 113, 127, 128, 129, 255, 257, 1023, 1024
 
 @pytest.mark.parametrize("form", ["full", "causal", "window"])
 @pytest.mark.parametrize("length", LENGTHS)
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", ROWS)
 def test_length(kernel: str, length: int, form: str):
     """Lengths around every tile's, square and skewed."""
     window = (100, 30) if form == "window" else (None, None)
@@ -97,7 +90,7 @@ def test_length(kernel: str, length: int, form: str):
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize("deterministic", [False, True], ids=["free", "deterministic"])
 @pytest.mark.parametrize("group", [1, 3, 4, 8, 12])
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", ROWS)
 def test_group(kernel: str, group: int, deterministic: bool, dtype: str):
     """Query heads per key head: which key head each reads, and that their gradients are summed."""
     heads_kv = 12 // group if group != 8 else 2
@@ -108,7 +101,7 @@ def test_group(kernel: str, group: int, deterministic: bool, dtype: str):
 
 
 @pytest.mark.parametrize("feature", ALONE)
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", ROWS)
 def test_feature_alone(kernel: str, feature: str):
     """Every cell of the support table that says yes runs and is right; every no refuses."""
     p = replace(ALONE[feature], loss="lse" if feature == "lse_grad" else "out")
@@ -131,7 +124,7 @@ SIZE = Size(
 
 
 @pytest.mark.parametrize("block", range(-(-FUZZ // BLOCK)))
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", ROWS)
 def test_random_problems(kernel: str, block: int):
     """A failing problem is printed whole; its number is its seed."""
     for seed in range(BLOCK * block, min(BLOCK * (block + 1), FUZZ)):

@@ -15,23 +15,21 @@ from pathlib import Path
 import problems
 import pytest
 import torch
+from gpu_rows import ROWS, skip_if_missing
 from problems import Problem, how
 from torch import Tensor
 
-from tilewise import attention, attention_varlen, dispatch
+from tilewise import attention, attention_varlen
 from tilewise.spec import make_spec
 
 DEVICE = "cuda"
-KERNELS = {k.name: k for k in dispatch.KERNELS if k.backend != "cpu"}
 LIMIT = 2**31
 
 
 @pytest.fixture(autouse=True)
 def room(request: pytest.FixtureRequest):
     """Enough memory, and nobody else who needs it: workers take turns."""
-    missing = KERNELS[request.getfixturevalue("kernel")].unavailable(torch.device(DEVICE, 0))
-    if missing is not None:
-        pytest.skip(missing)
+    skip_if_missing(request.getfixturevalue("kernel"))
     if torch.cuda.get_device_properties(0).total_memory < 64 << 30:
         pytest.skip("needs 64 GB of GPU memory")
     with open(Path(tempfile.gettempdir()) / "tilewise-large-tests.lock", "w") as lock:
@@ -42,7 +40,7 @@ def room(request: pytest.FixtureRequest):
 
 
 @pytest.mark.parametrize("dim", ["batch", "row", "head"])
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", ROWS)
 def test_inputs_with_strides_past_2_31(kernel: str, dim: str):
     """The same numbers far apart in memory: bitwise the same results. Between them lies NaN."""
     p = Problem(((130, 150),) * 2, 3, 1, 64, 64, "bf16", causal=True, deterministic=True)
@@ -65,7 +63,7 @@ def test_inputs_with_strides_past_2_31(kernel: str, dim: str):
         assert torch.equal(got[name], want[name]), name
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", ROWS)
 def test_results_past_2_31_elements(kernel: str):
     """A packed batch of 2**31 elements: its last sequence ends where 32 bits do not reach."""
     length, heads, dim = 64, 8, 256
@@ -95,7 +93,7 @@ def test_results_past_2_31_elements(kernel: str):
 
 
 @pytest.mark.parametrize("varlen", [False, True], ids=["dense", "varlen"])
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", ROWS)
 def test_more_sequences_and_heads_than_a_grid_dimension_holds(kernel: str, varlen: bool):
     """65536 and more programs in y or z cannot be launched; nor may their number pass 32 bits."""
     batch, heads, sq, sk, dim = 8200, 9, 1, 3, 16
@@ -120,7 +118,7 @@ def test_more_sequences_and_heads_than_a_grid_dimension_holds(kernel: str, varle
         assert float((a.double() - b).norm() / b.norm()) < 8e-4
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", ROWS)
 def test_a_long_sequence(kernel: str):
     """32768 rows, where the scores would be 2**30 elements: some rows of it against fp64."""
     n, dim = 32768, 64

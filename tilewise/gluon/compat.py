@@ -37,6 +37,28 @@ tma_store_wait = tma.store_wait
 tma_gather = getattr(_blackwell_tma, "async_gather", None)
 thread_barrier = _first(gl, "barrier", "thread_barrier")
 
+if VERSION >= (3, 9):
+
+    @gluon.jit
+    def tma_store_wait_written():
+        """Wait until all stores of the partition have reached global memory, not only left its own."""
+        tma_store_wait(0, read_only=False)
+
+else:
+
+    @gluon.jit
+    def tma_store_wait_written():
+        """Wait until all stores of the partition have reached global memory, not only left its own."""
+        gl.inline_asm_elementwise(
+            "cp.async.bulk.wait_group 0; mov.b32 $0, $1;",
+            "=r,r",
+            [gl.program_id(0)],
+            dtype=gl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
 aggregate: Any
 if hasattr(triton, "aggregate"):
     aggregate = triton.aggregate
@@ -112,6 +134,7 @@ __all__ = [
     "tma_reduce_add",
     "tma_store",
     "tma_store_wait",
+    "tma_store_wait_written",
     "tmem_register_layout",
     "tmem_reinterpret",
 ]

@@ -64,9 +64,11 @@ def _layout(t: Tensor, tile: tuple[int, int], rank: int) -> gl.NVMMASharedLayout
 
 @gluon.jit
 def coordinates(b, head, start, row, length, ROWS: gl.constexpr, RAGGED: gl.constexpr):
-    """Where rows [row, row + ROWS) of a sequence lie that has `length` rows from row `start` on."""
+    """Where rows [row, row + ROWS) of a sequence lie that has `length` rows from row `start` on.
+
+    A dense descriptor has at least one row: a sequence without any begins after it."""
     if RAGGED:
         late = ROWS - max(min(length - row, ROWS), 0)
         return b, head, start + row - late + ROWS, late, 0
     else:
-        return b, head, start + row, 0
+        return b, head, start + row + max(1 - length, 0), 0

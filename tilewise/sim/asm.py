@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from tilewise.sim import engine
+from tilewise.sim import engine, hopper
 from tilewise.sim.barriers import Meeting
 from tilewise.sim.dtypes import to_numpy
 from tilewise.sim.values import Tensor, from_array, raw
@@ -42,6 +42,9 @@ def inline_asm_elementwise(
     if barrier is not None:
         _named_barrier(barrier, arrays, constraints)
         results: Any = np.zeros(shaped[0].shape if shaped else (), np.int32)
+    elif text.startswith("cp.async.bulk.wait_group 0;"):
+        hopper.store_wait(0, read_only=False)
+        results = shaped[0]
     elif text in _TWINS:
         results = _TWINS[text](*shaped)
     else:

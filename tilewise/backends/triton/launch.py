@@ -58,7 +58,7 @@ def plan_launch(name: str, spec: AttentionSpec, over: Over) -> Plan:
         "group": spec.group,
         "left": spec.window_left,
         "right": spec.window_right,
-        **_score_factors(spec),
+        **score_factors(spec),
         "D": spec.head_dim,
         "DV": spec.head_dim_v,
         "BLOCK_D": block_d,
@@ -102,17 +102,17 @@ def _run(
 ) -> None:
     if plan.programs == 0:
         return
-    with _on_device(spec.device):
+    with on_device(spec.device):
         kernel[(plan.programs,)](
             *operands,
             strides=tuple([strides(spec, t) for t in operands]),
-            lengths=_lengths(spec, x),
+            lengths=lengths(spec, x),
             **plan.arguments,
             **extra,
         )
 
 
-def _lengths(spec: AttentionSpec, x: Inputs) -> tuple[Any, ...]:
+def lengths(spec: AttentionSpec, x: Inputs) -> tuple[Any, ...]:
     tensors = (x.cu_seqlens_q, x.cu_seqlens_k, x.seqused_q, x.seqused_k)
     return (*tensors, spec.max_seqlen_q, spec.max_seqlen_k)
 
@@ -126,7 +126,7 @@ def strides(spec: AttentionSpec, t: Tensor | None) -> Strides:
     return (0 if spec.varlen else t.stride(0), t.stride(-3), t.stride(-2))
 
 
-def _score_factors(spec: AttentionSpec) -> dict[str, float | None]:
+def score_factors(spec: AttentionSpec) -> dict[str, float | None]:
     """scale and softcap as ``tile.logits`` wants them, in units of log2(e)."""
     log2e = math.log2(math.e)
     if spec.softcap is None:
@@ -134,7 +134,7 @@ def _score_factors(spec: AttentionSpec) -> dict[str, float | None]:
     return {"scale": spec.scale / spec.softcap, "softcap": spec.softcap * log2e}
 
 
-def _on_device(device: torch.device) -> AbstractContextManager[Any]:
+def on_device(device: torch.device) -> AbstractContextManager[Any]:
     if device.type != "cuda" or device.index == torch.cuda.current_device():
         return nullcontext()
     return torch.cuda.device(device)

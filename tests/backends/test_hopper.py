@@ -1,0 +1,151 @@
+"""The Hopper kernels in the simulator: right on every edge, whatever the schedule, and never in doubt.
+
+Small tiles would be other kernels, so problems span a few of the real ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import problems
+import pytest
+import torch
+from edges import EDGES
+from problems import Problem, Size, how
+
+pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
+pytest.importorskip("greenlet")
+
+from tilewise import attention, dispatch, schedule, sim
+from tilewise.backends.hopper.launch import plan_forward
+
+KERNEL = "hopper/fa3"
+SUPPORTED = next(k.forward for k in dispatch.KERNELS if k.name == KERNEL)
+PROGRAMS = 3  # so few that each has several query tiles
+RANDOM = 60
+
+
+@pytest.fixture(autouse=True)
+def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The kernel says that it can run here, and a GPU has PROGRAMS multiprocessors."""
+    row = next(k for k in dispatch.KERNELS if k.name == KERNEL)
+    monkeypatch.setattr(dispatch, "KERNELS", (replace(row, unavailable=lambda device: None),))
+    monkeypatch.setattr(schedule, "multiprocessors", lambda device: PROGRAMS)
+    plan_forward.cache_clear()
+    yield
+    plan_forward.cache_clear()
+
+
+def simulate(p: Problem, seeds: Iterable[int] = (0,)) -> list[problems.Results]:
+    """Results under several schedules; none may be found fault with, all must be right."""
+    p = replace(p, loss="none")
+    t = problems.tensors(p)
+    found = []
+    for seed in seeds:
+        with sim.intercept(seed=seed) as reports:
+            got = problems.run(p, t, **how(KERNEL))
+        for report in reports:
+            report.raise_if_any()
+        problems.check_results(p, t, got)
+        found.append(got)
+    return found
+
+
+def edge_cases() -> Iterator[Any]:
+    for n, (name, problem) in enumerate(EDGES.items()):
+        p = replace(problem, dtype=("bf16", "fp16")[n % 2], loss="none", seed=n)
+        if problems.features(p) <= SUPPORTED:
+            yield pytest.param(p, id=name)
+
+
+@pytest.mark.parametrize("problem", list(edge_cases()))
+def test_edge(problem: Problem):
+    simulate(problem)
+
+
+FORMS = {
+    "full": {},
+    "causal": {"causal": True},
+    "window": {"window": (70, 30)},
+    "window that leaves keys out": {"window": (20, -40)},
+    "softcap": {"softcap": 5.0, "causal": True},
+}
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256), (192, 128), (40, 24)])
+def test_every_variant_under_many_schedules(dims, form: str, dtype: str, sim_seeds: range):
+    """A race or a deadlock shows in some order of events, not in all."""
+    d, dv = dims
+    p = Problem(((130, 300),), 1, 2, d, dv, dtype, seed=d, **FORMS[form])
+    results = simulate(p, sim_seeds[:5])
+    for other in results[1:]:
+        assert all(torch.equal(results[0][name], other[name]) for name in other)
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128)])
+def test_packed_and_used_lengths(dims, sim_seeds: range):
+    lengths = ((5, 200), (200, 5), (0, 30), (140, 300), (64, 0))
+    p = Problem(lengths, 1, 3, *dims, "bf16", varlen=True, causal=True, tail=(3, 2), poison=True)
+    simulate(p, sim_seeds[:5])
+    used = Problem(((150, 280),) * 3, 2, 1, *dims, "bf16", used_q=(150, 0, 33), used_k=(1, 70, 280))
+    simulate(replace(used, poison=True), sim_seeds[:5])
+
+
+def grown(key: int, causal: bool, dim: int) -> tuple[torch.Tensor, ...]:
+    """Scores of one key more than 2**127 times as heavy as those of the key tile that comes first."""
+    q, k, v = (torch.randn(1, 300, 2, dim, generator=torch.Generator().manual_seed(n)) for n in range(3))
+    k[:, key] *= 60
+    return q.bfloat16(), k.bfloat16(), v.bfloat16()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_rows_that_outgrow_their_anchor_are_computed_again(dim: int, causal: bool, sim_seeds: range):
+    """They would be infinite, or not a number; and a wrong one might hide in a finite sum."""
+    q, k, v = grown(1, causal, dim)
+    with sim.intercept(seed=sim_seeds[-1]) as reports:
+        out, lse = attention(q, k, v, causal=causal, return_lse=True, **how(KERNEL))
+    for report in reports:
+        report.raise_if_any()
+    scores = torch.einsum("bihd,bjhd->bhij", q.double(), k.double()) / dim**0.5
+    if causal:
+        scores = scores.masked_fill(torch.ones(300, 300, dtype=torch.bool).triu(1), -torch.inf)
+    assert (scores.amax(-1) - scores[..., -128:].amax(-1)).max() > 127  # or this tests nothing
+    want = torch.einsum("bhij,bjhd->bihd", scores.softmax(-1), v.double())
+    assert (out.double() - want).norm() / want.norm() < 5e-3
+    torch.testing.assert_close(lse.double(), scores.logsumexp(-1), rtol=1e-5, atol=1e-5)
+
+
+def test_what_the_copy_engine_cannot_address_is_copied_first():
+    """Steps that are no multiple of 16 bytes, and memory that begins in the middle of one."""
+    wide = torch.randn(1, 70, 2, 131, generator=torch.Generator().manual_seed(0)).half()
+    q, k, v = wide[..., 1:65], wide[..., 2:66], wide[..., 65:]
+    with sim.intercept():
+        got = attention(q, k, v, causal=True, **how(KERNEL))
+        want = attention(*(t.contiguous() for t in (q, k, v)), causal=True, **how(KERNEL))
+    assert torch.equal(got, want)
+
+
+SIZE = Size(
+    lengths=(129, 1, 2, 3, 17, 64, 97, 127, 200, 259),
+    head_dims=(64, 128, 16, 40, 96, 111, 256),
+    sequences=(1, 2, 0, 3),
+    heads_kv=(1, 2),
+    groups=(1, 2, 3),
+    dtypes=("bf16", "fp16"),
+)
+
+
+@pytest.mark.parametrize("block", range(RANDOM // 10))
+def test_random_problems(block: int):
+    """A failing problem is printed whole; its number is its seed."""
+    for seed in range(10 * block, 10 * block + 10):
+        p = problems.random_problem(seed, SUPPORTED, SIZE)
+        try:
+            simulate(p)
+        except Exception as error:
+            raise AssertionError(f"random problem {seed}: {p}: {error}") from error

@@ -1,0 +1,79 @@
+"""What is the Hopper forward's alone on a real GPU: anchors that are outgrown, hangs, determinism."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from tilewise import attention, attention_varlen, dispatch
+
+DEVICE = "cuda"
+KERNEL = next(k for k in dispatch.KERNELS if k.name == "hopper/fa3")
+HOW = {"backend": "hopper", "algorithm": "fa3"}
+LAUNCHES = 2000
+
+
+@pytest.fixture(autouse=True)
+def hopper():
+    missing = KERNEL.unavailable(torch.device(DEVICE, 0))
+    if missing is not None:
+        pytest.skip(missing)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_rows_that_outgrow_their_anchor_are_computed_again(dim: int, causal: bool):
+    """They would be infinite, or not a number; and a wrong one might hide in a finite sum."""
+    torch.manual_seed(dim)
+    q, k, v = (torch.randn(2, 1500, 4, dim, device=DEVICE, dtype=torch.bfloat16) for _ in range(3))
+    k[:, 1] *= 60
+    k[1, 700] *= 30
+    out, lse = attention(q, k, v, causal=causal, return_lse=True, **HOW)
+    scores = torch.einsum("bihd,bjhd->bhij", q.double(), k.double()) / dim**0.5
+    if causal:
+        hidden = torch.ones(1500, 1500, dtype=torch.bool, device=DEVICE).triu(1)
+        scores = scores.masked_fill(hidden, -torch.inf)
+    want = torch.einsum("bhij,bjhd->bihd", scores.softmax(-1), v.double())
+    assert (out.double() - want).norm() / want.norm() < 5e-3
+    torch.testing.assert_close(lse.double(), scores.logsumexp(-1), rtol=1e-5, atol=1e-4)
+
+
+def test_no_hang_over_many_launches_of_random_shapes():
+    """Every shape is its own dance of barriers; one that waits forever would stop here."""
+    pick = random.Random(0)
+    kinds = [(64, 64), (128, 128), (256, 256)]  # each compiles a few kernels
+    for _ in range(LAUNCHES):
+        d, dv = pick.choice(kinds)
+        heads, group = pick.choice(((1, 1), (2, 2), (3, 1)))
+        causal, packed = pick.random() < 0.5, pick.random() < 0.3
+        lengths = [(pick.randint(1, 600), pick.randint(1, 900)) for _ in range(pick.randint(1, 4))]
+        if not packed:
+            lengths = lengths[:1] * len(lengths)
+        sq, sk = (sum(side) for side in zip(*lengths, strict=True))
+        q = torch.randn(sq, heads * group, d, device=DEVICE, dtype=torch.bfloat16)
+        k = torch.randn(sk, heads, d, device=DEVICE, dtype=torch.bfloat16)
+        v = torch.randn(sk, heads, dv, device=DEVICE, dtype=torch.bfloat16)
+        if packed:
+            ends = [
+                torch.tensor([0, *side]).cumsum(0).int().to(DEVICE)
+                for side in zip(*lengths, strict=True)
+            ]
+            longest = [max(side) for side in zip(*lengths, strict=True)]
+            out = attention_varlen(
+                q, k, v, cu_seqlens_q=ends[0], cu_seqlens_k=ends[1], max_seqlen_q=longest[0],
+                max_seqlen_k=longest[1], causal=causal, **HOW,
+            )  # fmt: skip
+        else:
+            n = len(lengths)
+            out = attention(*(t.unflatten(0, (n, -1)) for t in (q, k, v)), causal=causal, **HOW)
+    assert torch.isfinite(out).all()
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_the_same_every_time(dim: int):
+    q, k, v = (torch.randn(2, 1100, 5, dim, device=DEVICE, dtype=torch.bfloat16) for _ in range(3))
+    first = attention(q, k, v, causal=True, **HOW)
+    for _ in range(50):
+        assert torch.equal(first, attention(q, k, v, causal=True, **HOW))

@@ -1,0 +1,26 @@
+"""What the GPU tests run over: each kernel by its name, and what a user gets who asks for none."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tilewise import dispatch
+
+AUTO = "auto/auto"  # on sm_90 a forward of the Hopper backend with the backward of another
+_KERNELS = {k.name: k for k in dispatch.KERNELS if k.backend != "cpu" and k.backward}
+ROWS = [*_KERNELS, AUTO]
+
+
+def supported(row: str) -> frozenset[str]:
+    """Features of forward and backward."""
+    if row != AUTO:
+        return _KERNELS[row].forward & _KERNELS[row].backward
+    return frozenset().union(*(k.forward & k.backward for k in _KERNELS.values()))
+
+
+def skip_if_missing(row: str) -> None:
+    if row != AUTO:
+        missing = _KERNELS[row].unavailable(torch.device("cuda", 0))
+        if missing is not None:
+            pytest.skip(missing)

@@ -1,0 +1,1 @@
+"""FlashAttention-3 for Hopper (sm_90) in Gluon."""

@@ -1,0 +1,476 @@
+"""FlashAttention-3's forward in Gluon (Shah et al., "FlashAttention-3", 2024, sections 3.1 and 3.2).
+
+A program has one producer warp, which copies Q, K and V to shared memory by TMA, and consumers of 64
+query rows each, one warpgroup for each. Beside a consumer's softmax run the products of the others.
+Programs stay for several query tiles, and the step from one to the next is a step like any other: the
+first scores of the next tile are computed while the last weights of this one meet their values.
+
+What is not in the paper: the *anchor*. Softmax may subtract any number from a row's scores, as long as
+exp neither overflows nor loses all. The online softmax takes the largest score so far, looks for it in
+every tile, and shrinks what it has when the number grows. Here, a row takes the largest score of the
+first key tile that shows it any, and keeps it: no maxima, no rescaling, and a softmax so short that the
+other consumers' products cover it. bf16 has the exponents of fp32, so weights above 1 are as exact as
+weights below. Only a score 2**127 times as heavy as the anchor is too much: then the sum is infinite or
+not a number, and the program computes its tiles again with the running maximum (``softmax_step``).
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from tilewise.backends.hopper.launch import launch_forward
+from tilewise.backends.hopper.tile import (
+    finite,
+    key_tile_runs,
+    logits,
+    query_tile,
+    tile_count,
+    tile_number,
+    visible,
+)
+from tilewise.gluon.compat import (
+    label,
+    label_stages,
+    thread_barrier,
+    tma_store,
+    tma_store_wait,
+    tma_store_wait_written,
+)
+from tilewise.gluon.ragged import coordinates
+from tilewise.gluon.ring import make_ring
+from tilewise.spec import AttentionSpec, Inputs
+
+INF = gl.constexpr(float("inf"))
+LN2 = gl.constexpr(0.6931471805599453)
+ROWS = gl.constexpr(64)  # queries of a consumer: the rows of one warpgroup product
+
+
+@gluon.jit
+def produce(
+    inputs,
+    rings,
+    problem,
+    verdict,
+    CONSUMERS: gl.constexpr,
+    RAGGED: gl.constexpr,
+    ANCHORED: gl.constexpr,
+):
+    """The producer: all that the consumers read, once or, if they ask for it, twice."""
+    count = tile_count(problem, CONSUMERS * ROWS, RAGGED)
+    none = count * 0
+    step = load_tiles(inputs, rings, problem, count, none, none, CONSUMERS, RAGGED)
+    if ANCHORED:
+        if lost(verdict, 1):
+            load_tiles(inputs, rings, problem, count, count, step, CONSUMERS, RAGGED)
+
+
+@gluon.jit
+def load_tiles(
+    inputs, rings, problem, count, q_step, step, CONSUMERS: gl.constexpr, RAGGED: gl.constexpr
+):
+    """Load K and V tile by tile, and Q with the first of them, for every query tile of the program."""
+    q_desc, k_desc, v_desc = inputs
+    q_ring, k_ring, v_ring = rings
+    TILE_K: gl.constexpr = k_ring.buffer.shape[1]
+    for turn in range(count):
+        tile = query_tile(tile_number(turn), problem, CONSUMERS * ROWS)
+        b, head, q_start, start_q, seqlen_q, start_k, seqlen_k, seen_k = tile
+        kv_head = head // problem[2][1]
+        runs = key_tile_runs(tile, problem, CONSUMERS * ROWS, TILE_K)
+        for back in range(runs[3] - runs[0]):
+            row = (runs[3] - 1 - back) * TILE_K
+            at = coordinates(b, kv_head, start_k, row, seen_k, TILE_K, RAGGED)
+            k_ring.acquire(step, k_desc.block_type.nbytes)
+            k_ring.load(step, k_desc, at)
+            if back == 0:
+                for w in gl.static_range(CONSUMERS):
+                    q_row = q_start + w * ROWS
+                    q_at = coordinates(b, head, start_q, q_row, seqlen_q, ROWS, RAGGED)
+                    q_ring.acquire((q_step + turn) * CONSUMERS + w, q_desc.block_type.nbytes)
+                    q_ring.load((q_step + turn) * CONSUMERS + w, q_desc, q_at)
+            v_ring.acquire(step, v_desc.block_type.nbytes)
+            v_ring.load(step, v_desc, at)
+            step += 1
+    return step
+
+
+@gluon.jit
+def consume(W: gl.constexpr, shared, how: gl.constexpr, ANCHORED: gl.constexpr):
+    """Consumer W: rows W * 64 and on of every query tile of the program."""
+    results, rings, problem, factors, turns, verdict = shared
+    count = tile_count(problem, how[0] * ROWS, how[3])
+    none = count * 0
+    step, health = attend(W, results, rings, problem, factors, turns, count, none, none, how, ANCHORED)
+    if ANCHORED:
+        healths, done = verdict
+        healths.slice(W * ROWS, ROWS).store(health)
+        mbarrier.arrive(done, count=1)
+        if lost(verdict, 4):
+            if results[0] is not None:
+                tma_store_wait_written()  # or the first attempt's output might arrive last
+            attend(W, results, rings, problem, factors, turns, count, count, step, how, False)
+    tma_store_wait(0)
+
+
+@gluon.jit
+def lost(verdict, WARPS: gl.constexpr):
+    """Whether any row of any consumer was lost: its health is 0 as long as all is finite, then NaN."""
+    healths, done = verdict
+    mbarrier.wait(done, 0)
+    layout: gl.constexpr = gl.BlockedLayout([2], [32], [WARPS], [0])
+    return gl.sum(healths.load(layout), 0) != 0
+
+
+@gluon.jit
+def attend(
+    W: gl.constexpr,
+    results,
+    rings,
+    problem,
+    factors,
+    turns,
+    count,
+    q_step,
+    step,
+    how: gl.constexpr,
+    ANCHORED: gl.constexpr,
+):
+    """Attention of every query tile of the program. q_step and step count tiles of the rings.
+
+    Returns the next step and, for each row, 0 or, where an output was not finite, NaN.
+    """
+    q_ring, k_ring, v_ring = rings
+    scale, softcap = factors
+    left, right = problem[3]
+    CONSUMERS: gl.constexpr = how[0]
+    Q_IN_REGISTERS: gl.constexpr = how[1]
+    DTYPE: gl.constexpr = q_ring.buffer.dtype
+    TILE_Q: gl.constexpr = CONSUMERS * ROWS
+    TILE_K: gl.constexpr = k_ring.buffer.shape[1]
+    BLOCK_DV: gl.constexpr = v_ring.buffer.shape[2]
+    MASKED: gl.constexpr = left is not None or right is not None  # else only the last key tile is
+    scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE_K, 16])
+    output: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_DV, 16])
+    weights: gl.constexpr = gl.DotOperandLayout(0, output, 2)
+    per_row: gl.constexpr = gl.SliceLayout(1, scores)
+    rows = W * ROWS + gl.arange(0, ROWS, per_row)
+    keys = gl.arange(0, TILE_K, gl.SliceLayout(0, scores))
+    no_output = gl.zeros([ROWS, BLOCK_DV], gl.float32, output)
+    no_top = gl.full([ROWS], -INF, gl.float32, per_row)
+    health = gl.zeros([ROWS], gl.float32, per_row)
+
+    if count > 0:
+        tile = query_tile(tile_number(0), problem, TILE_Q)
+        runs = key_tile_runs(tile, problem, TILE_Q, TILE_K)
+        i = tile[2] + rows
+        q = load_q(q_ring, q_step * CONSUMERS + W, scores, Q_IN_REGISTERS)
+        k = k_ring.wait_full(step)
+        no_scores = gl.zeros([ROWS, TILE_K], gl.float32, scores)
+        s = warpgroup_mma(q, k.permute((1, 0)), no_scores, use_acc=False, is_async=True)
+        s = warpgroup_mma_wait(0, [s])
+        k_ring.release(step)
+        s, factor = logits(s, scale, softcap)
+        s = masked(s, runs[3] - 1, keys, i, tile, runs, problem)
+        p, top, shrink = softmax_step(s, factor, no_top, True)
+        total = row_sums(p)
+        p = gl.convert_layout(p.to(DTYPE), weights)
+        o = no_output
+
+        for turn in range(count):
+            # Key tiles from last to first: `upper` with the running maximum, until every row has seen
+            # a key; `middle`, seen whole by every row, with the anchor; `lower` as the first.
+            last = runs[3] - 1
+            upper = 0
+            middle = last - runs[0]
+            lower = 0
+            if not ANCHORED:
+                upper = middle
+                middle = 0
+            elif MASKED:
+                upper_stop = max(min(runs[2] - 1, last), runs[0])
+                middle_stop = max(min(runs[1], upper_stop), runs[0])
+                upper = last - upper_stop
+                middle = upper_stop - middle_stop
+                lower = middle_stop - runs[0]
+            n = last
+            if MASKED or not ANCHORED:
+                for _upper in range(upper):
+                    n -= 1
+                    s, o = overlap(W, q, p, o, rings, turns, step, how, scores)
+                    s, factor = logits(s, scale, softcap)
+                    if MASKED:
+                        s = masked(s, n, keys, i, tile, runs, problem)
+                    p_next, top, shrink = softmax_step(s, factor, top, MASKED)
+                    total = total * spread(shrink, total) + row_sums(p_next)
+                    p_next = gl.convert_layout(p_next.to(DTYPE), weights)
+                    o, p = warpgroup_mma_wait(0, [o, p_next])
+                    v_ring.release(step)
+                    o = o * gl.convert_layout(shrink, gl.SliceLayout(1, output))[:, None]
+                    step += 1
+            if ANCHORED:
+                for _middle in range(middle):
+                    n -= 1
+                    s, o = overlap(W, q, p, o, rings, turns, step, how, scores)
+                    s, factor = logits(s, scale, softcap)
+                    p_next = gl.exp2(s * factor - top[:, None])
+                    total = total + row_sums(p_next)
+                    p_next = gl.convert_layout(p_next.to(DTYPE), weights)
+                    o, p = warpgroup_mma_wait(0, [o, p_next])
+                    v_ring.release(step)
+                    step += 1
+            if ANCHORED and left is not None:
+                for _lower in range(lower):
+                    n -= 1
+                    s, o = overlap(W, q, p, o, rings, turns, step, how, scores)
+                    s, factor = logits(s, scale, softcap)
+                    s = masked(s, n, keys, i, tile, runs, problem)
+                    p_next, top, shrink = softmax_step(s, factor, top, True)
+                    total = total * spread(shrink, total) + row_sums(p_next)
+                    p_next = gl.convert_layout(p_next.to(DTYPE), weights)
+                    o, p = warpgroup_mma_wait(0, [o, p_next])
+                    v_ring.release(step)
+                    o = o * gl.convert_layout(shrink, gl.SliceLayout(1, output))[:, None]
+                    step += 1
+
+            done, done_i, done_top = tile, i, top
+            done_total = gl.convert_layout(gl.sum(total, 1), per_row)
+            if not Q_IN_REGISTERS:
+                q_ring.release((q_step + turn) * CONSUMERS + W)
+            if turn + 1 < count:
+                tile = query_tile(tile_number(turn + 1), problem, TILE_Q)
+                runs = key_tile_runs(tile, problem, TILE_Q, TILE_K)
+                i = tile[2] + rows
+                q = load_q(q_ring, (q_step + turn + 1) * CONSUMERS + W, scores, Q_IN_REGISTERS)
+                s, o = overlap(W, q, p, o, rings, turns, step, how, scores)
+                s, factor = logits(s, scale, softcap)
+                s = masked(s, runs[3] - 1, keys, i, tile, runs, problem)
+                p_next, top, shrink = softmax_step(s, factor, no_top, True)
+                total = row_sums(p_next)
+                p_next = gl.convert_layout(p_next.to(DTYPE), weights)
+                o, p = warpgroup_mma_wait(0, [o, p_next])
+            else:
+                o = last_product(W, p, o, v_ring, turns, step, how)
+            v_ring.release(step)
+            step += 1
+            health += finish(W, o, done_top, done_total, done_i, done, results, RAGGED=how[3])
+            o = no_output
+    return step, health
+
+
+@gluon.jit
+def load_q(q_ring, number, scores: gl.constexpr, IN_REGISTERS: gl.constexpr):
+    """Q as the left operand of products with the layout `scores`."""
+    q = q_ring.wait_full(number)
+    if IN_REGISTERS:
+        q = q.load(gl.DotOperandLayout(0, scores, 2))
+        q_ring.release(number)
+    return q
+
+
+@gluon.jit
+def overlap(W: gl.constexpr, q, p, o, rings, turns, step, how: gl.constexpr, scores: gl.constexpr):
+    """Start the scores of key tile step + 1 and o += P V of tile step; return once the scores are there.
+
+    With ping-pong, consumers start products by turns: while one computes, the others do their softmax.
+    """
+    q_ring, k_ring, v_ring = rings
+    TILE_K: gl.constexpr = k_ring.buffer.shape[1]
+    no_scores = gl.zeros([ROWS, TILE_K], gl.float32, scores)
+    k = k_ring.wait_full(step + 1)
+    if how[2]:
+        mbarrier.wait(turns.index(W), step & 1)
+    s = warpgroup_mma(q, k.permute((1, 0)), no_scores, use_acc=False, is_async=True)
+    v = v_ring.wait_full(step)
+    o = warpgroup_mma(p, v, o, is_async=True)
+    if how[2]:
+        mbarrier.arrive(turns.index((W + 1) % how[0]), count=1)
+    s = warpgroup_mma_wait(1, [s])
+    k_ring.release(step + 1)
+    return s, o
+
+
+@gluon.jit
+def last_product(W: gl.constexpr, p, o, v_ring, turns, step, how: gl.constexpr):
+    """o + P V of the program's last key tile."""
+    if how[2]:
+        mbarrier.wait(turns.index(W), step & 1)
+    o = warpgroup_mma_wait(0, [warpgroup_mma(p, v_ring.wait_full(step), o, is_async=True)])
+    if how[2]:
+        mbarrier.arrive(turns.index((W + 1) % how[0]), count=1)
+    return o
+
+
+@gluon.jit
+def masked(s, n, keys, i, tile, runs, problem):
+    """Scores of key tile n with -inf where a query does not see a key."""
+    left, right = problem[3]
+    if (n < runs[1]) | (n >= runs[2]):
+        j = n * keys.shape[0] + keys
+        s = gl.where(visible(i[:, None], j[None, :], tile[4], tile[6], left, right), s, -INF)
+    return s
+
+
+@gluon.jit
+def softmax_step(s, factor, top, GUARD: gl.constexpr):
+    """One step of the online softmax: P, the row maxima so far, and by how much older sums shrink.
+
+    GUARD: rows may have seen no key yet."""
+    new_top = gl.maximum(top, gl.max(s, 1) * factor)
+    origin = finite(new_top) if GUARD else new_top
+    return gl.exp2(s * factor - origin[:, None]), new_top, gl.exp2(top - origin)
+
+
+@gluon.jit
+def row_sums(p):
+    """Sums over the columns that one thread holds, [ROWS, 4]: the four of a row are added at its end."""
+    GROUPS: gl.constexpr = p.shape[1] // 8
+    return gl.sum(gl.sum(gl.reshape(p, [ROWS, GROUPS, 4, 2]), 3), 1)
+
+
+@gluon.jit
+def spread(x, like):
+    """One number per row, for every column."""
+    return gl.convert_layout(x, gl.SliceLayout(1, like.type.layout))[:, None]
+
+
+@gluon.jit
+def finish(W: gl.constexpr, o, top, total, i, tile, results, RAGGED: gl.constexpr):
+    """Divide the output by the sum of the weights, store it and the log-sum-exp; returns the health."""
+    o_desc, o_s, o_ptr, o_strides, lse_ptr, lse_strides, DV = results
+    b, head, q_start, start_q, seqlen_q, start_k, seqlen_k, seen_k = tile
+    layout: gl.constexpr = o.type.layout
+    health = gl.convert_layout(gl.sum(o * 0.0, 1), total.type.layout) + total * 0.0
+    health = gl.where(i < seqlen_q, health, 0.0)  # what is computed for other rows is never stored
+    dead = total == 0  # rows that saw no key
+    total = gl.where(dead, 1.0, total)
+    lse = gl.where(dead, -INF, (top + gl.log2(total)) * LN2)
+    lse_base = lse_ptr + b.to(gl.int64) * lse_strides[0] + head.to(gl.int64) * lse_strides[2]
+    gl.store(lse_base + start_q + i, lse, mask=i < seqlen_q)
+
+    o = (o * spread(1.0 / total, o)).to(o_ptr.dtype.element_ty)
+    row = q_start + W * ROWS
+    if o_desc is not None:
+        tma_store_wait(0)  # the last tile has left the buffer
+        o_s.index(W).store(o)
+        fence_async_shared()
+        thread_barrier()
+        tma_store(o_desc, coordinates(b, head, start_q, row, seqlen_q, ROWS, RAGGED), o_s.index(W))
+    else:
+        o_base = o_ptr + b.to(gl.int64) * o_strides[0] + head.to(gl.int64) * o_strides[2]
+        rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+        columns = gl.arange(0, o.shape[1], gl.SliceLayout(0, layout))
+        inside = (rows < seqlen_q)[:, None] & (columns < DV)[None, :]
+        at = (start_q + rows).to(gl.int64)[:, None] * o_strides[1] + columns[None, :]
+        gl.store(o_base + at, o, mask=inside)
+    return health
+
+
+# Sizes are not compiled in, whatever they are: one kernel serves all.
+@gluon.jit(
+    do_not_specialize=["max_q", "max_k", "heads", "group", "batch_heads", "left", "right", "tiles"]
+)
+def forward_kernel(
+    q_desc,
+    k_desc,
+    v_desc,
+    o_desc,  # None: the output leaves by plain stores
+    o_ptr,
+    o_strides,  # (batch, row, head)
+    lse_ptr,
+    lse_strides,
+    cu_q,
+    cu_k,
+    used_q,
+    used_k,
+    max_q,
+    max_k,
+    heads,
+    group,
+    batch_heads,
+    left,
+    right,
+    scale,
+    softcap,
+    tiles,
+    DV: gl.constexpr,
+    BLOCK_D: gl.constexpr,
+    BLOCK_DV: gl.constexpr,
+    CONSUMERS: gl.constexpr,
+    TILE_K: gl.constexpr,
+    STAGES: gl.constexpr,
+    Q_STAGES: gl.constexpr,
+    Q_IN_REGISTERS: gl.constexpr,
+    PING_PONG: gl.constexpr,
+    RAGGED: gl.constexpr,
+    ANCHORED: gl.constexpr,
+    REGISTERS: gl.constexpr,
+):
+    DTYPE: gl.constexpr = q_desc.dtype
+    rows_d: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_D], DTYPE)
+    rows_dv: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_DV], DTYPE)
+    keys_d: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE_K, BLOCK_D], DTYPE)
+    keys_dv: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE_K, BLOCK_DV], DTYPE)
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    q_ring = make_ring("Q", DTYPE, [ROWS, BLOCK_D], rows_d, Q_STAGES * CONSUMERS, 1)
+    k_ring = make_ring("K", DTYPE, [TILE_K, BLOCK_D], keys_d, STAGES, CONSUMERS)
+    v_ring = make_ring("V", DTYPE, [TILE_K, BLOCK_DV], keys_dv, STAGES, CONSUMERS)
+    turns = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
+    done = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    healths = gl.allocate_shared_memory(gl.float32, [4 * ROWS], plain)
+    for w in gl.static_range(CONSUMERS):
+        mbarrier.init(turns.index(w), count=1)
+    mbarrier.init(done, count=CONSUMERS)
+    healths.store(gl.zeros([4 * ROWS], gl.float32, gl.BlockedLayout([2], [32], [4], [0])))
+    mbarrier.arrive(turns.index(0), count=1)  # the first turn is consumer 0's
+    label(turns, "turn")
+    label(done, "done")
+    label(healths, "health")
+    if o_desc is not None:
+        o_s = gl.allocate_shared_memory(DTYPE, [CONSUMERS, ROWS, BLOCK_DV], rows_dv)
+        label_stages(o_s, "O")
+        results = (o_desc, o_s, o_ptr, o_strides, lse_ptr, lse_strides, DV)
+    else:
+        results = (o_desc, o_desc, o_ptr, o_strides, lse_ptr, lse_strides, DV)
+
+    inputs = (q_desc, k_desc, v_desc)
+    rings = (q_ring, k_ring, v_ring)
+    lengths = (cu_q, cu_k, used_q, used_k, max_q, max_k)
+    problem = (tiles, lengths, (heads, group, batch_heads), (left, right))
+    factors = (scale, softcap)
+    verdict = (healths, done)
+    consumed = (results, rings, problem, factors, turns, verdict)
+    how: gl.constexpr = (CONSUMERS, Q_IN_REGISTERS, PING_PONG, RAGGED)
+    if CONSUMERS == 2:
+        gl.warp_specialize(
+            [
+                (consume, (0, consumed, how, ANCHORED)),
+                (consume, (1, consumed, how, ANCHORED)),
+                (produce, (inputs, rings, problem, verdict, CONSUMERS, RAGGED, ANCHORED)),
+            ],
+            [4, 1],
+            [REGISTERS, 24],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (consume, (0, consumed, how, ANCHORED)),
+                (consume, (1, consumed, how, ANCHORED)),
+                (consume, (2, consumed, how, ANCHORED)),
+                (produce, (inputs, rings, problem, verdict, CONSUMERS, RAGGED, ANCHORED)),
+            ],
+            [4, 4, 1],
+            [REGISTERS, REGISTERS, 24],
+        )
+
+
+def forward(spec: AttentionSpec, x: Inputs, out: Tensor, lse: Tensor, saved: Tensor) -> None:
+    """Fill out and lse. See ``tilewise.dispatch.Kernel``."""
+    launch_forward(forward_kernel, spec, x, out, lse)

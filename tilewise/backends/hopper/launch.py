@@ -1,0 +1,116 @@
+"""From a spec and its tensors to a launch of the Hopper kernels: descriptors, counts, tile, grid."""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from tilewise import mask, schedule
+from tilewise.backends.triton.launch import lengths, on_device, score_factors, strides
+from tilewise.gluon.ragged import dense_rows, ragged_rows
+from tilewise.spec import AttentionSpec, Inputs
+
+ROWS = 64
+
+
+def descriptor(spec: AttentionSpec, t: Tensor, length: int, tile: tuple[int, int]) -> TensorDescriptor:
+    """A matrix as TMA reads or writes it, in tiles of (rows, columns)."""
+    entry, row, head = strides(spec, t)
+    # The step of a dimension with one entry is never taken, but must look like one.
+    batch = 1 if spec.varlen else spec.batch
+    steps = (entry if batch > 1 else 8, row if t.shape[-3] > 1 else 8, head if t.shape[-2] > 1 else 8)
+    return ragged_rows(t, steps, tile) if spec.ragged else dense_rows(t, steps, length, tile)
+
+
+class Plan(NamedTuple):
+    """What a launch needs besides tensors: the same for every call with one spec."""
+
+    programs: int
+    tile: schedule.HopperTile
+    blocks: tuple[int, int]  # columns of a tile of Q and K, and of V and the output
+    arguments: dict[str, Any]  # by keyword: scalars, constants of the kernel, options of the compiler
+
+
+@lru_cache(maxsize=1024)
+def plan_forward(spec: AttentionSpec) -> Plan:
+    """Tile, number of programs and scalar arguments of the forward for a spec."""
+    blocks = tuple(max(64, triton.next_power_of_2(d)) for d in (spec.head_dim, spec.head_dim_v))
+    tile = schedule.hopper_tile("forward", max(blocks))
+    tiles = spec.batch * spec.heads_q * triton.cdiv(spec.max_seqlen_q, tile.consumers * ROWS)
+    arguments = {
+        "heads": spec.heads_q,
+        "group": spec.group,
+        "batch_heads": spec.batch * spec.heads_q,
+        "left": spec.window_left,
+        "right": spec.window_right,
+        **score_factors(spec),
+        "tiles": tiles,
+        "DV": spec.head_dim_v,
+        "BLOCK_D": blocks[0],
+        "BLOCK_DV": blocks[1],
+        "CONSUMERS": tile.consumers,
+        "TILE_K": tile.k,
+        "STAGES": tile.stages,
+        "Q_STAGES": tile.q_stages,
+        "Q_IN_REGISTERS": tile.q_in_registers,
+        "PING_PONG": tile.ping_pong,
+        "RAGGED": spec.ragged,
+        "ANCHORED": spec.dtype == torch.bfloat16,  # fp16 has too few exponents for it
+        "REGISTERS": tile.registers,
+        "num_warps": 4,
+        "maxnreg": tile.maxnreg,
+    }
+    # Tiles of different lengths: the hardware deals out programs of one tile each as others end.
+    programs = tiles if spec.ragged else min(tiles, schedule.multiprocessors(spec.device))
+    return Plan(programs, tile, blocks, arguments)
+
+
+def launch_forward(kernel: Any, spec: AttentionSpec, x: Inputs, out: Tensor, lse: Tensor) -> None:
+    """Fill out and lse."""
+    plan = plan_forward(spec)
+    if spec.max_seqlen_k == 0:
+        out.zero_()
+        lse.fill_(-math.inf)
+        return
+    if plan.programs == 0:
+        return
+    q, k, v = (for_tma(spec, t) for t in (x.q, x.k, x.v))
+    _, seen_k = mask.key_span(spec.max_seqlen_q, spec.max_seqlen_k, *spec.window)
+    by_tma = plan.tile.o_by_tma and takes_tma(spec, out)
+    with on_device(spec.device):
+        kernel[(plan.programs,)](
+            descriptor(spec, q, spec.max_seqlen_q, (ROWS, plan.blocks[0])),
+            descriptor(spec, k, seen_k, (plan.tile.k, plan.blocks[0])),
+            descriptor(spec, v, seen_k, (plan.tile.k, plan.blocks[1])),
+            descriptor(spec, out, spec.max_seqlen_q, (ROWS, plan.blocks[1])) if by_tma else None,
+            out,
+            strides(spec, out),
+            lse,
+            strides(spec, lse),
+            *lengths(spec, x),
+            **plan.arguments,
+        )
+
+
+def takes_tma(spec: AttentionSpec, t: Tensor) -> bool:
+    """Whether the copy engine can address a tensor: everything but columns in steps of 16 bytes."""
+    aligned = t.data_ptr() % 16 == 0
+    return aligned and all(s * t.element_size() % 16 == 0 and s > 0 for s in _used_strides(spec, t))
+
+
+def for_tma(spec: AttentionSpec, t: Tensor) -> Tensor:
+    """The tensor itself, or a copy that the copy engine can address."""
+    if takes_tma(spec, t):
+        return t
+    wide = t.new_empty(*t.shape[:-1], -(-t.shape[-1] // 8) * 8)
+    return wide[..., : t.shape[-1]].copy_(t)
+
+
+def _used_strides(spec: AttentionSpec, t: Tensor) -> list[int]:
+    return [s for s, n in zip(t.stride()[:-1], t.shape[:-1], strict=True) if n > 1]

@@ -1,0 +1,97 @@
+"""What the Hopper kernels share: which query tile a program works on, where its rows lie, masks.
+
+Masks are not written here: the functions of ``tilewise.mask`` are compiled as they are.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from tilewise import mask
+from tilewise.backends.triton import tile as portable
+
+key_tiles = gluon.jit(mask.key_tiles)
+key_span = gluon.jit(mask.key_span)
+visible = gluon.jit(mask.visible)
+finite = gluon.jit(portable.finite.fn)
+logits = gluon.jit(portable.logits.fn)
+
+
+@gluon.jit
+def tile_count(problem, TILE_Q: gl.constexpr, RAGGED: gl.constexpr):
+    """How many of all query tiles this program works on.
+
+    Where lengths differ there is a program for each tile, and some lie past their sequence's end."""
+    tiles = problem[0]
+    programs = gl.num_programs(0)
+    rounds = tiles // programs
+    count = rounds + (_place(rounds) < tiles - rounds * programs).to(gl.int32)
+    if RAGGED:
+        tile = query_tile(tile_number(0), problem, TILE_Q)
+        count = gl.where(tile[2] < tile[4], count, 0)
+    return count
+
+
+@gluon.jit
+def tile_number(turn):
+    """The program's tile of each round. Rounds run forth and back: where tiles come longest first, a
+    program that had the longest of one round gets the shortest of the next."""
+    return turn * gl.num_programs(0) + _place(turn)
+
+
+@gluon.jit
+def _place(turn):
+    return gl.where(turn % 2 == 0, gl.program_id(0), gl.num_programs(0) - 1 - gl.program_id(0))
+
+
+@gluon.jit
+def query_tile(t, problem, TILE_Q: gl.constexpr):
+    """Query tile t: its batch entry, query head and first query, then for queries and for keys the
+    first row in memory and the length of the sequence, and the length up to which keys are seen.
+
+    Keys before the first one that any query may see do not count: the sequence begins after them.
+    """
+    count, lengths, counts, window = problem
+    cu_q, cu_k, used_q, used_k, max_q, max_k = lengths
+    heads, group, batch_heads = counts
+    left, right = window
+    tiles = gl.cdiv(max_q, TILE_Q)
+    if right is not None or cu_q is not None:
+        # Last queries first: under a causal mask they see the most keys, and are of long sequences.
+        number = t % batch_heads
+        row = tiles - 1 - t // batch_heads
+    else:
+        number = t // tiles
+        row = t % tiles
+    b = number // heads
+    head = number % heads
+    start_q, seqlen_q = sequence_rows(b, cu_q, used_q, max_q)
+    start_k, seqlen_k = sequence_rows(b, cu_k, used_k, max_k)
+    low, high = key_span(seqlen_q, seqlen_k, left, right)
+    if cu_q is not None:
+        b = b * 0  # packed tensors have no batch dimension
+    return b, head, row * TILE_Q, start_q, seqlen_q, start_k + low, seqlen_k - low, high - low
+
+
+@gluon.jit
+def sequence_rows(b, cu_seqlens, seqused, seqlen):
+    """First row and number of rows of sequence ``b``; dense batches start at row 0."""
+    start = 0
+    length = seqlen
+    if cu_seqlens is not None:
+        start = gl.load(cu_seqlens + b)
+        length = gl.load(cu_seqlens + b + 1) - start
+    if seqused is not None:
+        length = gl.load(seqused + b)
+    return start, length
+
+
+@gluon.jit
+def key_tile_runs(tile, problem, TILE_Q: gl.constexpr, TILE_K: gl.constexpr):
+    """``mask.key_tiles``, but never none: queries that see nothing visit one tile, masked throughout."""
+    left, right = problem[3]
+    first, full_first, full_stop, stop = key_tiles(
+        tile[2], tile[2] + TILE_Q, tile[4], tile[6], left, right, TILE_K
+    )
+    return first, full_first, full_stop, max(stop, first + 1)
