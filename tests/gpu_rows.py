@@ -7,7 +7,7 @@ import torch
 
 from tilewise import dispatch
 
-AUTO = "auto/auto"  # on sm_90 a forward of the Hopper backend with the backward of another
+AUTO = "auto/auto"
 _KERNELS = {k.name: k for k in dispatch.KERNELS if k.backend != "cpu" and k.backward}
 ROWS = [*_KERNELS, AUTO]
 

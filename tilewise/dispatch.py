@@ -46,7 +46,7 @@ FEATURES = {
 
 _ALL = frozenset(FEATURES) - {"fp8"}
 _TRITON = _ALL - {"fp64", "bias", "alibi", "sink", "dropout"}
-_HOPPER = _TRITON - {"fp32", "lse_grad"}
+_HOPPER = _TRITON - {"fp32", "lse_grad", "varlen", "seqused"}
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,7 @@ class Kernel:
     forward: frozenset[str]
     backward: frozenset[str]
     unavailable: Callable[[torch.device], str | None]  # why it cannot run there, None if it can
+    reserved: str | None = None  # why algorithm="auto" passes it over
 
     @property
     def name(self) -> str:
@@ -122,12 +123,22 @@ def _hopper(device: torch.device) -> str | None:
     return None if capability == (9, 0) else "needs sm_90, this GPU is sm_{}{}".format(*capability)
 
 
+_TEACHING = "FlashAttention-1 runs only when asked for by name"
+
 KERNELS: tuple[Kernel, ...] = (
     Kernel("cpu", "fa2", "tilewise.backends.cpu.fa2", _ALL, _ALL, _cpu),
-    Kernel("hopper", "fa3", "tilewise.backends.hopper.forward", _HOPPER, frozenset(), _hopper),
+    Kernel(
+        "hopper",
+        "fa3",
+        "tilewise.backends.hopper.forward",
+        _HOPPER,
+        frozenset(),
+        _hopper,
+        reserved="FlashAttention-3 is new here and runs only when asked for by name",
+    ),
     Kernel("triton", "fa2", "tilewise.backends.triton.fa2", _TRITON, _TRITON, _triton),
-    Kernel("cpu", "fa1", "tilewise.backends.cpu.fa1", _ALL, _ALL, _cpu),
-    Kernel("triton", "fa1", "tilewise.backends.triton.fa1", _TRITON, _TRITON, _triton),
+    Kernel("cpu", "fa1", "tilewise.backends.cpu.fa1", _ALL, _ALL, _cpu, _TEACHING),
+    Kernel("triton", "fa1", "tilewise.backends.triton.fa1", _TRITON, _TRITON, _triton, _TEACHING),
 )
 
 _NOT_BUILT = {
@@ -174,8 +185,8 @@ def _not_asked(kernel: Kernel, spec: AttentionSpec) -> str | None:
         return f"backend={spec.backend!r} was asked for"
     if spec.algorithm not in ("auto", kernel.algorithm):
         return f"algorithm={spec.algorithm!r} was asked for"
-    if spec.algorithm == "auto" and kernel.algorithm == "fa1":
-        return "FlashAttention-1 runs only when asked for by name"
+    if kernel.reserved is not None and spec.algorithm == "auto":
+        return kernel.reserved
     return None
 
 

@@ -22,7 +22,9 @@ from tilewise import attention, dispatch, schedule, sim
 from tilewise.backends.hopper.launch import plan_forward
 
 KERNEL = "hopper/fa3"
-SUPPORTED = next(k.forward for k in dispatch.KERNELS if k.name == KERNEL)
+ROW = next(k for k in dispatch.KERNELS if k.name == KERNEL)
+# What is right here but not yet offered, having failed on a GPU.
+SUPPORTED = ROW.forward | {"varlen", "seqused"}
 PROGRAMS = 3  # so few that each has several query tiles
 RANDOM = 60
 
@@ -30,8 +32,8 @@ RANDOM = 60
 @pytest.fixture(autouse=True)
 def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The kernel says that it can run here, and a GPU has PROGRAMS multiprocessors."""
-    row = next(k for k in dispatch.KERNELS if k.name == KERNEL)
-    monkeypatch.setattr(dispatch, "KERNELS", (replace(row, unavailable=lambda device: None),))
+    row = replace(ROW, unavailable=lambda device: None, forward=SUPPORTED)
+    monkeypatch.setattr(dispatch, "KERNELS", (row,))
     monkeypatch.setattr(schedule, "multiprocessors", lambda device: PROGRAMS)
     plan_forward.cache_clear()
     yield

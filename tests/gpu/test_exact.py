@@ -106,8 +106,6 @@ def test_a_gpu_gets_a_gpu_kernel():
     q = torch.zeros(1, 4, 2, 16, device=DEVICE, dtype=torch.bfloat16)
     chosen = explain(q, q, q)
     assert all(chosen.data[d]["kernel"].split("/")[0] != "cpu" for d in ("forward", "backward"))
-    if torch.cuda.get_device_capability() == (9, 0):
-        assert chosen.data["forward"]["kernel"] == "hopper/fa3"
 
 
 @pytest.fixture

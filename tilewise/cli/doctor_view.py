@@ -35,7 +35,7 @@ def show_features(screen: Console, found: dict[str, Any]) -> None:
     rows = found["features"]
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for column in rows[0]:
-        table.add_column(column)
+        table.add_column(column.replace("/", "/\n"), no_wrap=True)  # all fit in 80 columns
     for row in rows:
         table.add_row(*(_coloured(cell) for cell in row.values()))
     screen.print(table)
