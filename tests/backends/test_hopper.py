@@ -95,6 +95,7 @@ def test_packed_and_used_lengths(dims, sim_seeds: range):
     simulate(p, sim_seeds[:5])
     used = Problem(((150, 280),) * 3, 2, 1, *dims, "bf16", used_q=(150, 0, 33), used_k=(1, 70, 280))
     simulate(replace(used, poison=True), sim_seeds[:5])
+    simulate(Problem(((1, 1),) * 3, 1, 2, *dims, "bf16", used_q=(1, 0, 1), used_k=(1, 1, 0)))
 
 
 def grown(key: int, causal: bool, dim: int) -> tuple[torch.Tensor, ...]:

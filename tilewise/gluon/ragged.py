@@ -1,16 +1,15 @@
 """TMA descriptors for rows of sequences, whose ends the copy engine itself respects.
 
 A dense batch is (batch, head, row, column): rows past the sequence's end are out of bounds, read as zero
-and never written. Where sequences end anywhere (packed ones, or used lengths), the rows are given twice,
-(batch, head, first, row, column), both with the stride of a row and at most as many of the second as a
-tile has. A tile that reaches past the end of its sequence starts that many rows late in the second and
-early in the first: it is the same memory, and what the tile has too much is out of bounds. Counting
-starts a tile before the tensor, so that `first` cannot be negative.
+and never written. Where sequences end anywhere (packed ones, or used lengths), the same is done with two
+dimensions more, (wrap, end, head, row, column), an idea of Triton's own ``tools/ragged_tma.py``. Rows
+are counted up to FAR, so that a sequence of n rows is rows FAR - n to FAR of the row dimension. `end` is
+where the sequence ends in memory, and `wrap` a coordinate whose step, taken FAR times, goes FAR rows
+back, modulo 2**64. All sequences lie one after the other: a dense batch must have no gaps.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,21 +19,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 DTYPES: dict[torch.dtype, Any] = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
-
-
-@dataclass(frozen=True)
-class Earlier:
-    """Memory that begins some elements before a tensor: all that a descriptor wants of its base."""
-
-    tensor: Tensor
-    elements: int
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.tensor.dtype
-
-    def data_ptr(self) -> int:
-        return self.tensor.data_ptr() - self.elements * self.tensor.element_size()
+FAR = gl.constexpr(2**30)
+_MOST = 2**31 - 2**16  # of a coordinate
 
 
 def dense_rows(
@@ -47,14 +33,12 @@ def dense_rows(
 
 
 def ragged_rows(t: Tensor, strides: tuple[int, int, int], tile: tuple[int, int]) -> TensorDescriptor:
-    """t: (B, S, H, D) or packed (total, H, D), whose batch stride is given as 0."""
-    entry, row, head = strides
-    batch = t.shape[0] if t.dim() == 4 else 1
-    rows = tile[0]
-    shape = [batch, t.shape[-2], t.shape[-3] + rows, rows, t.shape[-1]]
-    steps = [entry, head, row, row, 1]
-    base = Earlier(t, rows * row)
-    return TensorDescriptor(base, shape, steps, [1, 1, 1, *tile], _layout(t, tile, 5))
+    """t: (B, S, H, D) without gaps, or packed (total, H, D). strides, tile: as for dense rows."""
+    _, row, head = strides
+    # FAR steps of 2**34 elements are a multiple of 2**64 bytes, whatever the element.
+    steps = [2**34 - row, row, head, row, 1]
+    shape = [_MOST, _MOST, t.shape[-2], FAR.value, t.shape[-1]]
+    return TensorDescriptor(t, shape, steps, [1, 1, 1, *tile], _layout(t, tile, 5))
 
 
 def _layout(t: Tensor, tile: tuple[int, int], rank: int) -> gl.NVMMASharedLayout:
@@ -63,12 +47,10 @@ def _layout(t: Tensor, tile: tuple[int, int], rank: int) -> gl.NVMMASharedLayout
 
 
 @gluon.jit
-def coordinates(b, head, start, row, length, ROWS: gl.constexpr, RAGGED: gl.constexpr):
-    """Where rows [row, row + ROWS) of a sequence lie that has `length` rows from row `start` on.
-
-    A dense descriptor has at least one row: a sequence without any begins after it."""
+def coordinates(b, head, start, row, length, entry_rows, RAGGED: gl.constexpr):
+    """Where a tile begins: row `row` of a sequence of `length` rows, whose first is row `start` of batch
+    entry b, which has `entry_rows` of them in memory. Packed sequences are all in entry 0."""
     if RAGGED:
-        late = ROWS - max(min(length - row, ROWS), 0)
-        return b, head, start + row - late + ROWS, late, 0
-    else:
+        return FAR, b * entry_rows + start + length, head, FAR - length + row, 0
+    else:  # a descriptor has at least one row: a sequence without any begins after it
         return b, head, start + row + max(1 - length, 0), 0

@@ -14,6 +14,7 @@ from tilewise.sim.dtypes import GLUON, NUMPY, TORCH
 from tilewise.sim.engine import Engine, Partition
 from tilewise.sim.findings import Site
 
+_WRAPPING = 2**33  # a stride, in elements, that is meant to run around all of memory
 _RAW = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -152,9 +153,7 @@ class Descriptor:
         block_shape: Sequence[int],
         layout: Any,
         padding: str = "zero",
-        before: int = 0,
     ) -> None:
-        """before: how many elements before the tensor coordinates count from."""
         from triton.experimental.gluon import language as gl
 
         self.memory, self.name, self.layout = memory, memory.name, layout
@@ -163,9 +162,9 @@ class Descriptor:
         self.dtype = GLUON[memory.dtype]
         self.block_type = gl.block_type(self.dtype, self.block_shape)
         need = 1 + sum((n - 1) * s for n, s in zip(self.extent, self.element_strides, strict=True))
-        if need > memory.array.size and not before:  # else only what is touched can tell
+        wraps = max(self.element_strides) >= _WRAPPING  # then only what is touched can tell
+        if need > memory.array.size and not wraps:
             raise ValueError(f"descriptor {self.name} reaches past the end of its tensor")
-        self.before = before
         self.fill = 0 if padding == "zero" else np.nan
 
     @property
@@ -212,7 +211,7 @@ class Descriptor:
         if not some:
             return np.zeros(0, np.int64)
         box = self._whole(box)
-        total = np.full((), -self.before, np.int64)
+        total = np.zeros((), np.int64)  # addresses wrap around, as on the GPU
         for d, (part, stride) in enumerate(zip(outer, self.element_strides, strict=True)):
             lo, hi = part.start, part.stop
             if box is not None:

@@ -146,11 +146,9 @@ def argument(value: Any, name: str) -> Any:
     if isinstance(value, torch.Tensor):
         return Pointer(GlobalTensor(value, name))
     if hasattr(value, "block_shape") and hasattr(value, "base"):
-        base = getattr(value.base, "tensor", value.base)  # of gluon.ragged.Earlier
-        before = getattr(value.base, "elements", 0)
-        memory = GlobalTensor(base, name)
+        memory = GlobalTensor(value.base, name)
         return Descriptor(
-            memory, value.shape, value.strides, value.block_shape, value.layout, value.padding, before
+            memory, value.shape, value.strides, value.block_shape, value.layout, value.padding
         )
     if isinstance(value, bool):
         return scalar(value, BOOL)

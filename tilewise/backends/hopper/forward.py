@@ -79,6 +79,7 @@ def load_tiles(
     """Load K and V tile by tile, and Q with the first of them, for every query tile of the program."""
     q_desc, k_desc, v_desc = inputs
     q_ring, k_ring, v_ring = rings
+    lengths = problem[1]
     TILE_K: gl.constexpr = k_ring.buffer.shape[1]
     for turn in range(count):
         tile = query_tile(tile_number(turn), problem, CONSUMERS * ROWS)
@@ -87,13 +88,13 @@ def load_tiles(
         runs = key_tile_runs(tile, problem, CONSUMERS * ROWS, TILE_K)
         for back in range(runs[3] - runs[0]):
             row = (runs[3] - 1 - back) * TILE_K
-            at = coordinates(b, kv_head, start_k, row, seen_k, TILE_K, RAGGED)
+            at = coordinates(b, kv_head, start_k, row, seen_k, lengths[5], RAGGED)
             k_ring.acquire(step, k_desc.block_type.nbytes)
             k_ring.load(step, k_desc, at)
             if back == 0:
                 for w in gl.static_range(CONSUMERS):
                     q_row = q_start + w * ROWS
-                    q_at = coordinates(b, head, start_q, q_row, seqlen_q, ROWS, RAGGED)
+                    q_at = coordinates(b, head, start_q, q_row, seqlen_q, lengths[4], RAGGED)
                     q_ring.acquire((q_step + turn) * CONSUMERS + w, q_desc.block_type.nbytes)
                     q_ring.load((q_step + turn) * CONSUMERS + w, q_desc, q_at)
             v_ring.acquire(step, v_desc.block_type.nbytes)
@@ -260,7 +261,7 @@ def attend(
                 o = last_product(W, p, o, v_ring, turns, step, how)
             v_ring.release(step)
             step += 1
-            health += finish(W, o, done_top, done_total, done_i, done, results, RAGGED=how[3])
+            health += finish(W, o, done_top, done_total, done_i, done, results, problem[1][4], how[3])
             o = no_output
     return step, health
 
@@ -342,7 +343,7 @@ def spread(x, like):
 
 
 @gluon.jit
-def finish(W: gl.constexpr, o, top, total, i, tile, results, RAGGED: gl.constexpr):
+def finish(W: gl.constexpr, o, top, total, i, tile, results, entry_rows, RAGGED: gl.constexpr):
     """Divide the output by the sum of the weights, store it and the log-sum-exp; returns the health."""
     o_desc, o_s, o_ptr, o_strides, lse_ptr, lse_strides, DV = results
     b, head, q_start, start_q, seqlen_q, start_k, seqlen_k, seen_k = tile
@@ -362,7 +363,8 @@ def finish(W: gl.constexpr, o, top, total, i, tile, results, RAGGED: gl.constexp
         o_s.index(W).store(o)
         fence_async_shared()
         thread_barrier()
-        tma_store(o_desc, coordinates(b, head, start_q, row, seqlen_q, ROWS, RAGGED), o_s.index(W))
+        at = coordinates(b, head, start_q, row, seqlen_q, entry_rows, RAGGED)
+        tma_store(o_desc, at, o_s.index(W))
     else:
         o_base = o_ptr + b.to(gl.int64) * o_strides[0] + head.to(gl.int64) * o_strides[2]
         rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, layout))

@@ -22,10 +22,12 @@ ROWS = 64
 def descriptor(spec: AttentionSpec, t: Tensor, length: int, tile: tuple[int, int]) -> TensorDescriptor:
     """A matrix as TMA reads or writes it, in tiles of (rows, columns)."""
     entry, row, head = strides(spec, t)
+    entries, rows, heads = 1 if spec.varlen else spec.batch, t.shape[-3], t.shape[-2]
     # The step of a dimension with one entry is never taken, but must look like one.
-    batch = 1 if spec.varlen else spec.batch
-    steps = (entry if batch > 1 else 8, row if t.shape[-3] > 1 else 8, head if t.shape[-2] > 1 else 8)
-    return ragged_rows(t, steps, tile) if spec.ragged else dense_rows(t, steps, length, tile)
+    head = head if heads > 1 else 8
+    if spec.ragged:
+        return ragged_rows(t, (0, row if entries * rows > 1 else 8, head), tile)
+    return dense_rows(t, (entry if entries > 1 else 8, row if rows > 1 else 8, head), length, tile)
 
 
 class Plan(NamedTuple):
@@ -99,9 +101,15 @@ def launch_forward(kernel: Any, spec: AttentionSpec, x: Inputs, out: Tensor, lse
 
 
 def takes_tma(spec: AttentionSpec, t: Tensor) -> bool:
-    """Whether the copy engine can address a tensor: everything but columns in steps of 16 bytes."""
-    aligned = t.data_ptr() % 16 == 0
-    return aligned and all(s * t.element_size() % 16 == 0 and s > 0 for s in _used_strides(spec, t))
+    """Whether the copy engine can address a tensor: everything but columns in steps of 16 bytes; and,
+    if sequences end anywhere, one batch entry right after the other."""
+    steps = [s for s, n in zip(t.stride()[:-1], t.shape[:-1], strict=True) if n > 1]
+    aligned = t.data_ptr() % 16 == 0 and all(s > 0 and s * t.element_size() % 16 == 0 for s in steps)
+    return aligned and not (spec.ragged and not spec.varlen and _has_gaps(t))
+
+
+def _has_gaps(t: Tensor) -> bool:
+    return t.shape[0] > 1 and t.stride(0) != t.shape[1] * t.stride(1)
 
 
 def for_tma(spec: AttentionSpec, t: Tensor) -> Tensor:
@@ -110,7 +118,3 @@ def for_tma(spec: AttentionSpec, t: Tensor) -> Tensor:
         return t
     wide = t.new_empty(*t.shape[:-1], -(-t.shape[-1] // 8) * 8)
     return wide[..., : t.shape[-1]].copy_(t)
-
-
-def _used_strides(spec: AttentionSpec, t: Tensor) -> list[int]:
-    return [s for s, n in zip(t.stride()[:-1], t.shape[:-1], strict=True) if n > 1]
