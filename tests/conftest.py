@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
+import tempfile
 from pathlib import Path
 
 import hypothesis
@@ -13,6 +16,10 @@ import torch
 # Without a GPU, Triton's kernels run in its interpreter; Triton reads this once, when it is imported.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+
+# What another version's operators were compiled to is none of this one's business.
+os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="tilewise-inductor-")
+atexit.register(shutil.rmtree, os.environ["TORCHINDUCTOR_CACHE_DIR"], ignore_errors=True)
 
 _GPU_TESTS = Path(__file__).parent / "gpu"
 

@@ -445,6 +445,20 @@ def test_out_may_share_memory_with_an_input(name):
     torch.testing.assert_close(attention(q, k, v, out=out), want)
 
 
+def test_out_that_overlaps_an_input_through_another_storage():
+    """Two tensors over one buffer have two storages: their addresses tell, their storages do not."""
+    memory = bytearray(4 * 39000)
+    q = torch.randn(1, 600, 1, 64)
+    k, out = (
+        torch.frombuffer(memory, dtype=torch.float32, count=38400, offset=4 * n).view(1, 600, 1, 64)
+        for n in (0, 100)
+    )
+    k.normal_()
+    want = attention(q, k, k)
+    attention(q, k, k, out=out)
+    torch.testing.assert_close(out, want)
+
+
 def test_out_that_overlaps_itself_is_refused():
     q, k, v = (torch.randn(1, 64, 2, 16) for _ in range(3))
     with pytest.raises(ValueError, match="one place for each element"):

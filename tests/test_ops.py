@@ -35,6 +35,11 @@ PROBLEMS = {
 ALGORITHMS = ("fa2", "fa1")
 
 
+def operator(name: str):
+    return getattr(getattr(torch.ops.tilewise, name), ops._CONTRACT)
+
+
+
 def arguments(
     p: Problem, algorithm: str = "auto", grad: bool = True
 ) -> tuple[tuple[Any, ...], problems.Tensors]:
@@ -71,7 +76,7 @@ def arguments(
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_opcheck_forward(name: str, algorithm: str):
-    torch.library.opcheck(torch.ops.tilewise.forward.default, arguments(PROBLEMS[name], algorithm)[0])
+    torch.library.opcheck(operator("forward"), arguments(PROBLEMS[name], algorithm)[0])
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -79,7 +84,7 @@ def test_opcheck_forward(name: str, algorithm: str):
 def test_opcheck_forward_out(name: str, algorithm: str):
     args, t = arguments(PROBLEMS[name], algorithm, grad=False)
     out = torch.zeros(*t.x.q.shape[:-1], t.spec.head_dim_v, dtype=t.spec.dtype)
-    torch.library.opcheck(torch.ops.tilewise.forward_out.default, (out, *args))
+    torch.library.opcheck(operator("forward_out"), (out, *args))
 
 
 @pytest.mark.parametrize("with_dlse", [False, True])
@@ -90,7 +95,7 @@ def test_opcheck_backward(name: str, algorithm: str, with_dlse: bool):
     out, lse, saved = torch.ops.tilewise.forward(*args)
     dout = t.dout.contiguous()
     torch.library.opcheck(
-        torch.ops.tilewise.backward.default,
+        operator("backward"),
         (dout, t.dlse if with_dlse else None, out, lse, saved, *args),
     )
 
@@ -398,12 +403,12 @@ def test_export_makes_one_node():
 
     exported = torch.export.export(Plain(), (torch.randn(1, 9, 2, 16),))
     targets = [node.target for node in exported.graph.nodes if node.op == "call_function"]
-    assert torch.ops.tilewise.forward.default in targets
+    assert operator("forward") in targets
     q = torch.randn(1, 9, 2, 16)
     assert torch.equal(exported.module()(q), attention(q, q, q, causal=True))
 
 
 def test_option_names_follow_the_schema():
-    schema = torch.ops.tilewise.forward.default._schema
+    schema = operator("forward")._schema
     names = [a.name for a in schema.arguments]
     assert names == [*Inputs._fields, *OPTION_NAMES]

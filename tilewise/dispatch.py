@@ -193,12 +193,12 @@ def _not_asked(kernel: Kernel, spec: AttentionSpec) -> str | None:
 def saved_statistics(spec: AttentionSpec) -> int:
     """How many numbers per row a forward leaves for its backward besides the log-sum-exp.
 
-    FlashAttention-1 leaves m and l. Later ones leave, if a bias can make logits huge, what rounding
-    took from the log-sum-exp.
+    FlashAttention-1 leaves m and l. Later ones leave, on a CPU, what rounding took from the
+    log-sum-exp: all of log l, where logits are huge.
     """
     if spec.algorithm == "fa1":
         return 2
-    return 1 if "bias" in spec.features else 0
+    return 1 if spec.device.type == "cpu" else 0
 
 
 def support_table() -> list[dict[str, str]]:

@@ -31,11 +31,15 @@ _OPTIONS = (
 OPTION_NAMES = tuple(option.split()[-1] for option in _OPTIONS.split(","))
 _TENSOR_COUNT = len(Inputs._fields)
 
+# The overload's name, which is part of every compiled graph. A new one when the number, the shapes or the
+# meaning of results change: graphs that were compiled for the old ones are then not taken from caches.
+_CONTRACT = "v1"
+
 _library = torch.library.Library("tilewise", "DEF")
-_library.define(f"forward({_TENSORS}, {_OPTIONS}) -> (Tensor, Tensor, Tensor)")
-_library.define(f"forward_out(Tensor(a!) out, {_TENSORS}, {_OPTIONS}) -> Tensor")
+_library.define(f"forward.{_CONTRACT}({_TENSORS}, {_OPTIONS}) -> (Tensor, Tensor, Tensor)")
+_library.define(f"forward_out.{_CONTRACT}(Tensor(a!) out, {_TENSORS}, {_OPTIONS}) -> Tensor")
 _library.define(
-    f"backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, Tensor saved, {_TENSORS}, "
+    f"backward.{_CONTRACT}(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, Tensor saved, {_TENSORS}, "
     f"{_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 
@@ -149,7 +153,7 @@ def _forward_out(out: Tensor, *args: Any) -> Tensor:
 
 def _may_overlap(a: Tensor, b: Tensor | None) -> bool:
     """Whether the memory from the first to the last element of one reaches into that of the other."""
-    if b is None or a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr():
+    if b is None or a.device != b.device:  # storages of one memory may be several
         return False
     (low_a, high_a), (low_b, high_b) = _span(a), _span(b)
     return low_a < high_b and low_b < high_a
@@ -258,13 +262,13 @@ def no_double_backward(ctx: Any, *grads: Tensor | None) -> None:
 
 
 for _name, _function, _fake in (
-    ("forward", _forward, _fake_forward),
-    ("forward_out", _forward_out, _fake_forward_out),
-    ("backward", _backward, _fake_backward),
+    (f"forward.{_CONTRACT}", _forward, _fake_forward),
+    (f"forward_out.{_CONTRACT}", _forward_out, _fake_forward_out),
+    (f"backward.{_CONTRACT}", _backward, _fake_backward),
 ):
     _library.impl(_name, _function, "CompositeExplicitAutograd")
     torch.library.register_fake(f"tilewise::{_name}", _fake, lib=_library)
 torch.library.register_autograd(
-    "tilewise::forward", gradients, setup_context=setup_context, lib=_library
+    f"tilewise::forward.{_CONTRACT}", gradients, setup_context=setup_context, lib=_library
 )
-torch.library.register_autograd("tilewise::backward", no_double_backward, lib=_library)
+torch.library.register_autograd(f"tilewise::backward.{_CONTRACT}", no_double_backward, lib=_library)

@@ -293,7 +293,7 @@ def test_nothing_of_the_size_of_the_scores(
     )
     t = problems.tensors(problem)
     out, lse = t.x.q.new_zeros(t.x.q.shape), torch.full((1, 4, 200), -torch.inf)
-    saved = torch.zeros(2 if algorithm == "fa1" else 0, 1, 4, 200)
+    saved = torch.zeros(2 if algorithm == "fa1" else 1, 1, 4, 200)
     grads = Gradients(t.spec, t.x)
     rows_of_one_head = 200 * problem.group * 8
     with Largest() as forward:
@@ -320,6 +320,32 @@ def test_weights_add_up_to_one_under_a_huge_additive_mask(algorithm: str, paddin
     torch.testing.assert_close(v.grad, (weight * dout.sum(1, keepdim=True)).expand_as(v))
     if sink is not None:
         torch.testing.assert_close(sink.grad, -weight * (dout * out).sum((0, 1, 3)))
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_weights_add_up_to_one_where_many_keys_share_a_huge_logit(algorithm: str):
+    """The same without a bias: a logit of 1e8 leaves fp32 no room for log(number of keys)."""
+    q, k = torch.full((1, 1, 1, 1), 1e4), torch.full((1, 8, 1, 1), 1e4)
+    v = torch.randn(1, 8, 1, 1, requires_grad=True)
+    attention(q, k, v, algorithm=algorithm).sum().backward()
+    torch.testing.assert_close(v.grad, torch.full_like(v, 1 / 8))
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("threads", [1, 2])
+def test_autocast_does_not_reach_the_products_inside(algorithm: str, threads: int):
+    """It is a property of the thread that calls: results depended on which thread ran a part."""
+    torch.manual_seed(0)
+    q = torch.randn(2, 200, 4, 32, requires_grad=True)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        want = torch.autograd.grad(attention(q, q, q, algorithm=algorithm).sin().sum(), q)[0]
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            got = torch.autograd.grad(attention(q, q, q, algorithm=algorithm).sin().sum(), q)[0]
+    finally:
+        torch.set_num_threads(before)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)

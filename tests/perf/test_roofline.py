@@ -275,6 +275,13 @@ def test_a_foreign_result_is_one_line_and_exit_status_2(result, content, message
     check_refused(roofline("--measured", result(content)), message)
 
 
+def test_what_one_gpu_did_says_nothing_of_another(result):
+    """An H200's result against the B200's bounds was a table like any other."""
+    content = {"machine": {"name": "NVIDIA H200"}, "cells": [CELL]}
+    message = "was measured on NVIDIA H200, which is not B200"
+    check_refused(roofline("--gpu", "b200", "--measured", result(content)), message)
+
+
 def test_without_matplotlib_the_picture_says_what_to_install(monkeypatch, tmp_path):
     monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
     check_refused(roofline("--picture", str(tmp_path / "a.png")), "matplotlib is missing")

@@ -54,6 +54,8 @@ def compare(path: Path, gpu: GPU | None, plan: Plan) -> tuple[GPU, list[Cell]]:
         raise ValueError(f'{path} is not a benchmark result: it has no list "cells"')
     if gpu is None:
         gpu = gpus.find(_gpu_name(content, path))
+    elif (name := _named(content)) is not None and _known(name) not in (None, gpu):
+        raise ValueError(f"{path} was measured on {name}, which is not {gpu.name}")
     plan.check(gpu)
     flat = [each for cell in cells for each in _measurements(cell)]
     rows = [_cell(cell, gpu, plan) for cell in flat if _is_usable(cell, gpu)]
@@ -62,12 +64,24 @@ def compare(path: Path, gpu: GPU | None, plan: Plan) -> tuple[GPU, list[Cell]]:
     return gpu, rows
 
 
+def _known(name: str) -> GPU | None:
+    try:
+        return gpus.find(name)
+    except ValueError:
+        return None
+
+
 def _gpu_name(content: dict[str, Any], path: Path) -> str:
-    machine = content.get("machine")
-    name = content.get("gpu") or (machine.get("name") if isinstance(machine, dict) else None)
-    if not isinstance(name, str):
+    name = _named(content)
+    if name is None:
         raise ValueError(f"{path} names no GPU; say which with --gpu")
     return name
+
+
+def _named(content: dict[str, Any]) -> str | None:
+    machine = content.get("machine")
+    name = content.get("gpu") or (machine.get("name") if isinstance(machine, dict) else None)
+    return name if isinstance(name, str) else None
 
 
 def _measurements(cell: Any) -> list[dict[str, Any]]:

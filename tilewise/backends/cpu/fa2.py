@@ -22,7 +22,7 @@ def forward(spec: AttentionSpec, x: Inputs, out: Tensor, lse: Tensor, saved: Ten
     """Algorithm 1 of the paper.
 
     Fills out, shaped like q with Dv for D, and lse, (B, Hq, Sq) or varlen (Hq, total) in fp32 (fp64
-    for fp64 inputs). With a bias also saved, (1, *lse.shape): what rounding took from lse.
+    for fp64 inputs). And saved, (1, *lse.shape): what rounding took from lse.
     """
     run(lambda part: _forward(part, out, lse, saved), parts(spec, x))
 
@@ -127,6 +127,6 @@ def _rounded_away(part: Part, saved: Tensor) -> Tensor | None:
     """
     for statistic in saved:
         rest = part.load(part.rows(statistic), part.all_queries)
-        if bool((rest.abs() > torch.finfo(rest.dtype).eps).any()):
+        if bool((rest.abs() > 4 * torch.finfo(rest.dtype).eps).any()):
             return exp_(-rest)
     return None

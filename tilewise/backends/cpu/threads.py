@@ -29,7 +29,11 @@ def run(work: Callable[[T], None], parts: Iterable[T], *, in_order: bool = False
 
     in_order: one after another instead, for parts that are not independent.
     """
-    parts = list(parts)
+    with torch.autocast("cpu", enabled=False):  # the caller's, which its products are not meant for
+        _run(work, list(parts), in_order)
+
+
+def _run(work: Callable[[T], None], parts: list[T], in_order: bool) -> None:
     workers = min(MOST_WORKERS, torch.get_num_threads(), len(parts))
     if in_order or workers < 2:
         for part in parts:
