@@ -65,8 +65,8 @@ def attention(
         causal: query i sees keys j <= i + Sk - Sq (bottom-right aligned).
         window: (left, right), in keys: query i sees i + Sk - Sq - left <= j <= i + Sk - Sq + right.
             None is no bound; negative values move the band.
-        scale: factor of the scores, positive; 1 / sqrt(D) if None.
-        softcap: c > 0: scaled scores s become c * tanh(s / c), before bias and masks.
+        scale: factor of the scores, from 2**-60 to 2**60; 1 / sqrt(D) if None.
+        softcap: c, from 2**-60 to 2**60: scaled scores s become c * tanh(s / c), before bias and masks.
         bias: added to the scores, (B|1, Hq|1, Sq|1, Sk|1), fp32 or q's dtype. Differentiable.
         alibi_slopes: (Hq,) or (B, Hq) fp32, adds -slope * |i + Sk - Sq - j|. Not differentiable.
         sink: (Hq,), fp32, bf16 or q's dtype: one more logit per head that takes weight and gives

@@ -34,6 +34,9 @@ def merge(
     Raises:
         ValueError, TypeError: naming the argument, its value and what is allowed.
 
+    A log-sum-exp of -1e9 or the like (every key under an additive mask of that size) leaves no room in
+    fp32 for how many keys it stands for: such parts count alike, whatever their numbers of keys.
+
     Source: Dao et al., FlashAttention (NeurIPS 2022), section 3.1 (softmax by blocks).
     """
     swap = not heads_first(layout)
