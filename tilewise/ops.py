@@ -31,8 +31,8 @@ _OPTIONS = (
 OPTION_NAMES = tuple(option.split()[-1] for option in _OPTIONS.split(","))
 _TENSOR_COUNT = len(Inputs._fields)
 
-# The overload's name, which is part of every compiled graph. A new one when the number, the shapes or the
-# meaning of results change: graphs that were compiled for the old ones are then not taken from caches.
+# The overload's name, which is part of every compiled graph. A new one when the number, the shapes or
+# the meaning of results change: then no cache gives out what was compiled for the old ones.
 _CONTRACT = "v1"
 
 _library = torch.library.Library("tilewise", "DEF")
