@@ -39,7 +39,6 @@ def operator(name: str):
     return getattr(getattr(torch.ops.tilewise, name), ops._CONTRACT)
 
 
-
 def arguments(
     p: Problem, algorithm: str = "auto", grad: bool = True
 ) -> tuple[tuple[Any, ...], problems.Tensors]:
