@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
+from unittest import mock
 
 import torch
 from kernels import (
@@ -20,11 +21,14 @@ from kernels import (
 from problems_sim import TRITON, _matrix, error, gradients, inputs
 from torch import Tensor
 
-from tilewise import sim
+from tilewise import reference, schedule, sim
+from tilewise.backends.hopper import forward as product_forward
+from tilewise.backends.hopper import launch as product_launch
 from tilewise.gluon import ring
 from tilewise.sim.kernels import blackwell as blackwell_demo
 from tilewise.sim.kernels import hopper as hopper_demo
 from tilewise.sim.mutate import Mutation, Source
+from tilewise.spec import AttentionSpec, Inputs, make_spec
 
 Outputs = tuple[Tensor, ...]
 
@@ -132,6 +136,56 @@ def _growing_problem(causal: bool) -> tuple[list[Tensor], Outputs]:
     return [q, k, v, do], gradients(q, k, v, do, causal)[:2]
 
 
+# The product's forward in its variants, with key tiles so small that rings go round, and on one
+# multiprocessor, so that a program has several query tiles.
+_THREE = schedule.HopperTile(3, 64, 2, 2, False, True, True, 160, 128)
+_TWO = schedule.HopperTile(2, 64, 2, 1, True, False, False, 240, 168)
+_PRODUCT: tuple[tuple[schedule.HopperTile, str, dict[str, Any]], ...] = (
+    (_THREE, "plain", {}),
+    (_TWO, "growing", {"causal": True}),
+    (_THREE, "growing", {"window_left": 280, "window_right": 30}),
+    (_TWO._replace(o_by_tma=True), "overflow", {"causal": True}),
+    (_THREE, "overflow", {}),
+    (_TWO._replace(o_by_tma=True), "packed", {"causal": True}),
+    (_TWO, "short", {}),
+)
+
+
+@cache
+def _product_problem(variant: int) -> tuple[AttentionSpec, Inputs, Outputs]:
+    """Keys are visited from the last to the first, so what grows must grow towards the first."""
+    _, values, options = _PRODUCT[variant]
+    length = 320  # for no variant a number of key tiles that takes the rings back to their first phase
+    q, k, v, _ = (t.transpose(1, 2) for t in inputs(1, 1, length, D))
+    x = Inputs(q, k, v)
+    longest: dict[str, int] = {}
+    if values == "growing":
+        x = x._replace(k=(k * torch.linspace(4, 0.2, length)[None, :, None, None]).bfloat16())
+    if values == "overflow":  # a score beyond the range of the first attempt
+        k[:, 5] *= 60
+    if values == "short":  # one key tile for each query tile
+        x = x._replace(k=k[:, :50], v=v[:, :50])
+    if values == "packed":
+        starts = torch.tensor([0, 150, length], dtype=torch.int32)
+        x = Inputs(*(t[0].half() for t in x[:3]), cu_seqlens_q=starts, cu_seqlens_k=starts)
+        longest = {"max_seqlen_q": 170, "max_seqlen_k": 170}
+    spec = make_spec(x, **longest, **options)
+    return spec, x, reference.attention(spec, x)
+
+
+def _product(module: Any, seed: int) -> Outputs:
+    variant = seed % len(_PRODUCT)
+    spec, x, right = _product_problem(variant)
+    out, lse = torch.full_like(x.q, torch.nan), torch.full_like(right[1], torch.nan, dtype=torch.float32)
+    with (
+        mock.patch.object(schedule, "hopper_tile", lambda *_: _PRODUCT[variant][0]),
+        mock.patch.object(schedule, "multiprocessors", lambda _: 1),
+        mock.patch.object(product_launch, "plan_forward", product_launch.plan_forward.__wrapped__),
+    ):
+        module.forward(spec, x, out, lse, lse)
+    return out, lse
+
+
 _A, _B = _matrix(200, 448, 0), _matrix(104, 448, 1)
 _X = _matrix(300, 32, 2).float()
 _WIDE_A, _WIDE_B = _matrix(128, 256, 6), _matrix(256, 256, 7)
@@ -142,7 +196,7 @@ def _gemm_on(broken_ring: Any, seed: int) -> Outputs:
     return (user.gemm(_A, _B),)
 
 
-def _product(seed: int) -> Outputs:
+def _gemm_right(seed: int) -> Outputs:
     return (_A.double() @ _B.double().T,)
 
 
@@ -150,6 +204,9 @@ SUBJECTS = {
     "forward": Subject(hopper_forward, _forward, _forward_right, 4e-3),
     "persistent": Subject(hopper_persistent, _persistent, _persistent_right, 4e-3),
     "backward": Subject(hopper_backward, _backward, _backward_right, 4e-3),
+    "product": Subject(
+        product_forward, _product, lambda seed: _product_problem(seed % len(_PRODUCT))[2], 4e-3
+    ),
     "hopper_demo": Subject(hopper_demo, _hopper_demo, _forward_right, 4e-3),
     "blackwell_demo": Subject(
         blackwell_demo,
@@ -158,8 +215,8 @@ SUBJECTS = {
         4e-3,
         "blackwell",
     ),
-    "gemm": Subject(gemm, lambda module, seed: (module.gemm(_A, _B),), _product, 1e-6),
-    "ring": Subject(ring, _gemm_on, _product, 1e-6),
+    "gemm": Subject(gemm, lambda module, seed: (module.gemm(_A, _B),), _gemm_right, 1e-6),
+    "ring": Subject(ring, _gemm_on, _gemm_right, 1e-6),
     "elementwise": Subject(
         elementwise,
         lambda module, seed: (module.elementwise(_X),),

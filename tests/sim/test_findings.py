@@ -10,6 +10,11 @@ import torch
 from kernels import broken, features, turns
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
 from tilewise import sim
 from tilewise.sim import Report
@@ -83,6 +88,42 @@ def test_a_right_product_is_not_reported() -> None:
     y = torch.zeros(64, 64)
     assert not findings(broken.product, a, y, 3)
     assert torch.equal(y, torch.full((64, 64), 64.0))
+
+
+@gluon.jit
+def chained(x_ptr: Any, y_ptr: Any, READS: gl.constexpr) -> None:
+    """Products into one accumulator with one in flight; READS: something else reads it meanwhile."""
+    lay: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    smem = gl.allocate_shared_memory(gl.bfloat16, [64, 64], gl.NVMMASharedLayout(128, 16, 2))
+    rows = gl.arange(0, 64, gl.SliceLayout(1, lay))[:, None]
+    at = rows * 64 + gl.arange(0, 64, gl.SliceLayout(0, lay))[None, :]
+    smem.store(gl.load(x_ptr + at))
+    fence_async_shared()
+    acc = gl.zeros([64, 64], gl.float32, lay)
+    for _ in range(3):
+        acc = warpgroup_mma(smem, smem, acc, is_async=True)
+        acc = warpgroup_mma_wait(1, [acc])
+        if READS == 1:
+            gl.store(y_ptr + at, acc)
+        if READS == 2:
+            warpgroup_mma_wait(1, [warpgroup_mma(smem, smem, acc, is_async=True)])
+    acc = warpgroup_mma_wait(0, [acc])
+    gl.store(y_ptr + at, acc)
+
+
+def test_an_accumulator_in_flight_may_be_accumulated_into() -> None:
+    """From the second product on it was reported as used before its wait, and the result was NaN."""
+    x = torch.randint(-2, 3, (64, 64), generator=torch.Generator().manual_seed(0)).bfloat16()
+    y = torch.zeros(64, 64)
+    assert not findings(chained, x, y, 0)
+    assert torch.equal(y, 3 * (x.float() @ x.float()))
+
+
+@pytest.mark.parametrize("reads", [1, 2])
+def test_an_accumulator_in_flight_may_not_be_read(reads: int) -> None:
+    """Neither by a store nor by two products that both add to it."""
+    found = findings(chained, torch.ones(64, 64).bfloat16(), torch.zeros(64, 64), reads)
+    assert found["register"].count("chained:") == 2
 
 
 def ring(tiles: int = 6, early: bool = False, late: bool = False, consumers: int = 1) -> dict[str, str]:

@@ -38,6 +38,13 @@ EQUIVALENT = {
         "dk = warpgroup_mma_wait(0, [dk_t])": "dV was the last product to read dO and has been "
         "waited for; the product in flight reads Q.",
     },
+    "product": {
+        "overlap: early release: k_ring.release(step + 1) before s = warpgroup_mma_wait(1, [s])": "As "
+        "in the forward: the release of V orders it.",
+        "finish: wrong mask: i < seqlen_q -> i <= seqlen_q in "
+        "health = gl.where(i < seqlen_q, health, 0.0)": "One row more is asked whether it was lost, and "
+        "is never stored: at worst a second attempt that nobody needed, with the same results.",
+    },
     "hopper_demo": {
         "consume: early release: k_ring.release(i) before s = warpgroup_mma_wait(1, [s_token])": "As in "
         "the forward: the release of V orders it.",
@@ -63,6 +70,72 @@ EQUIVALENT = {
 }
 
 BY_HAND = {
+    "product": [
+        (
+            "consume",
+            "the second attempt begins at step 0",
+            "attend(W, results, rings, problem, factors, turns, count, count, step, how, False)",
+            "attend(W, results, rings, problem, factors, turns, count, count, none, how, False)",
+        ),
+        (
+            "consume",
+            "the second attempt reads the first Q again",
+            "attend(W, results, rings, problem, factors, turns, count, count, step, how, False)",
+            "attend(W, results, rings, problem, factors, turns, count, none, step, how, False)",
+        ),
+        ("consume", "health is not stored", "healths.slice(W * ROWS, ROWS).store(health)", "pass"),
+        (
+            "consume",
+            "health is announced before it is there",
+            "healths.slice(W * ROWS, ROWS).store(health)\nmbarrier.arrive(done, count=1)",
+            "mbarrier.arrive(done, count=1)\nhealths.slice(W * ROWS, ROWS).store(health)",
+        ),
+        (
+            "consume",
+            "consumers share one health",
+            "healths.slice(W * ROWS, ROWS).store(health)",
+            "healths.slice(0, ROWS).store(health)",
+        ),
+        (
+            "produce",
+            "nothing is loaded again",
+            "load_tiles(inputs, rings, problem, count, count, step, CONSUMERS, RAGGED)",
+            "pass",
+        ),
+        (
+            "produce",
+            "Q of the second attempt is counted from 0",
+            "load_tiles(inputs, rings, problem, count, count, step, CONSUMERS, RAGGED)",
+            "load_tiles(inputs, rings, problem, count, none, step, CONSUMERS, RAGGED)",
+        ),
+        ("finish", "no row is ever lost", "return health", "return gl.where(health == 0, health, 0.0)"),
+        (
+            "load_tiles",
+            "K is loaded where V should be",
+            "v_ring.load(step, v_desc, at)",
+            "v_ring.load(step, k_desc, at)",
+        ),
+        ("load_tiles", "Q of consumer 0 for all", "q_row = q_start + w * ROWS", "q_row = q_start"),
+        (
+            "load_tiles",
+            "K is loaded over what is still read",
+            "k_ring.acquire(step, k_desc.block_type.nbytes)",
+            "mbarrier.expect(k_ring.full.index(step % k_ring.stages), k_desc.block_type.nbytes)",
+        ),
+        (
+            "load_tiles",
+            "V is loaded over what is still read",
+            "v_ring.acquire(step, v_desc.block_type.nbytes)",
+            "mbarrier.expect(v_ring.full.index(step % v_ring.stages), v_desc.block_type.nbytes)",
+        ),
+        (
+            "load_tiles",
+            "Q is loaded over what is still read",
+            "q_ring.acquire((q_step + turn) * CONSUMERS + w, q_desc.block_type.nbytes)",
+            "mbarrier.expect(q_ring.full.index(((q_step + turn) * CONSUMERS + w) % q_ring.stages), "
+            "q_desc.block_type.nbytes)",
+        ),
+    ],
     "forward": [
         (
             "consumer",

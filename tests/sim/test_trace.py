@@ -79,6 +79,8 @@ def test_picture_is_one_well_formed_file(prediction: Prediction, tmp_path: Path)
     assert "http" not in ET.tostring(root, "unicode").replace(SVG[1:-1], "")
     picture.write(prediction, tmp_path / "p.html")
     assert "<svg" in (tmp_path / "p.html").read_text()
+    with pytest.raises(ValueError, match=r"must end in \.svg or \.html"):
+        picture.write(prediction, tmp_path / "p.png")
 
 
 def test_command(tmp_path: Path) -> None:
@@ -99,16 +101,23 @@ def test_command(tmp_path: Path) -> None:
         (["hopper-forward", "--gpu", "b200"], "B200 is blackwell"),
         (["hopper-forward", "--gpu", "abacus"], "unknown GPU 'abacus'"),
         (["blackwell-demo", "--gpu", "h200"], "H200 is hopper"),
-        (["hopper-forward", "--seqlen", "100"], "multiple of 128"),
+        (["hopper-demo", "--seqlen", "100"], "multiple of 128"),
         (["blackwell-demo", "--seqlen", "384"], "multiple of 256"),
         (["hopper-forward", "--head-dim", "96"], "one of 64, 128, 256"),
         (["blackwell-demo", "--head-dim", "256"], "one of 64, 128, not 256"),
+        # Each of these ended in a traceback, of the allocator or of the file system:
+        (["hopper-forward", "--seqlen", "10000000"], "--seqlen must be at most 131072, not 10000000"),
+        (["hopper-forward", "--heads", "10000000"], "--heads must be at most 4096"),
+        (["hopper-demo", "--picture", "nowhere/s.svg"], "there is no folder nowhere"),
+        # These were written as SVG under that name:
+        (["hopper-demo", "--picture", "s.png"], "got 's.png'; the name must end in .svg or .html"),
+        (["hopper-demo", "--picture", "s.foo"], "got 's.foo'; the name must end in .svg or .html"),
     ],
 )
 def test_command_refuses_clearly(arguments: list[str], message: str) -> None:
     result = CliRunner().invoke(app, ["trace", *arguments])
     assert result.exit_code == 2
-    assert message in result.output
+    assert message in " ".join(result.output.split())
 
 
 def test_command_on_blackwell(tmp_path: Path) -> None:

@@ -13,6 +13,8 @@ from tilewise.perf import gpus
 
 _screen = Console(highlight=False)
 
+LARGEST_SEQLEN = 2**17  # the simulation takes a minute or more
+LARGEST_TENSOR = 2**30  # elements of one of the problem's tensors
 LEAST_WAIT = 0.001  # share of a program's time; shorter waits are not listed
 
 
@@ -35,7 +37,7 @@ def trace(
     """Simulate a kernel on one SM, predict the cycles of the whole kernel and say what binds.
 
     No GPU is needed. Without --gpu: h200 for Hopper's kernels, b200 for Blackwell's. Exit status: 0, or
-    2 if the kernel, the GPU or the size is not known.
+    2 if the kernel or the GPU is not known, or the size or a file's name is refused.
     """
     try:
         from tilewise.sim import catalogue, predict
@@ -46,6 +48,8 @@ def trace(
     try:
         traced = catalogue.find(kernel)
         chip = gpus.find(gpu or catalogue.USUAL_GPU[traced.family])
+        if picture is not None:
+            pictures.check_name(picture)
     except ValueError as error:
         _refuse(str(error))
     if chip.family != traced.family:
@@ -54,6 +58,16 @@ def trace(
         _refuse(f"--seqlen must be a positive multiple of {traced.multiple}, not {seqlen}")
     if head_dim not in traced.head_dims:
         _refuse(f"--head-dim must be one of {', '.join(map(str, traced.head_dims))}, not {head_dim}")
+    if seqlen > LARGEST_SEQLEN:
+        _refuse(f"--seqlen must be at most {LARGEST_SEQLEN}, not {seqlen}")
+    if heads * seqlen * head_dim > LARGEST_TENSOR:
+        most = LARGEST_TENSOR // (seqlen * head_dim)
+        _refuse(
+            f"--heads must be at most {most} with --seqlen {seqlen} --head-dim {head_dim}, not {heads}"
+        )
+    for path in (out, picture):
+        if path is not None and not path.parent.is_dir():
+            _refuse(f"{path}: there is no folder {path.parent}")
     size = heads, seqlen, head_dim, causal
     prediction = predict.predict(lambda: traced.run(chip.name, *size), chip.name, hoisted=traced.hoisted)
     _screen.print(traced.what)

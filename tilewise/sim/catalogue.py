@@ -58,6 +58,16 @@ class Traced:
 
 CATALOGUE = (
     Traced(
+        name="hopper-forward",
+        what="the package's attention forward: persistent, an anchor instead of a running maximum",
+        host="tilewise.sim.kernels.product:hopper_forward",
+        work="forward",
+        family="hopper",
+        head_dims=(64, 128, 256),
+        multiple=1,
+        hoisted=True,
+    ),
+    Traced(
         name="hopper-demo",
         what="a plain attention forward: TMA producer, two consumers, two products in flight",
         host="tilewise.sim.kernels.hopper:forward",
@@ -80,7 +90,7 @@ CATALOGUE = (
 )
 
 # Names that a demonstration answers to as long as no row has them.
-STAND_INS = {"hopper-forward": "hopper-demo", "blackwell-forward": "blackwell-demo"}
+STAND_INS = {"blackwell-forward": "blackwell-demo"}
 
 # Whose tables are used unless another GPU is named.
 USUAL_GPU = {"ampere": "a100", "hopper": "h200", "blackwell": "b200"}

@@ -53,6 +53,7 @@ class Cta:
         self.cluster, self.rank = cluster, len(cluster.ctas)
         self.options = options  # of the launch, e.g. maxnreg
         self.allocated = 0
+        self.names: dict[str, int] = {}  # of allocations, how many have each
         self.fresh_barriers = False
         self.main: Any = None  # the partition that the kernel itself runs in
         cluster.ctas.append(self)

@@ -118,10 +118,24 @@ class Engine:
 
     def livelock(self) -> None:
         busy = [p for p in self.partitions if not p.done]
-        text = f"{IDLE_EVENTS} steps without any change" + "".join(p.waiting() for p in busy)
+        text = f"{IDLE_EVENTS} steps without any change{self._programs(busy)}"
+        text += "".join(p.waiting() for p in busy) + (f"\n    {self.apart}" if self.apart else "")
         sites = [p.last_site for p in busy if p.last_site is not None]
         self.report("livelock", text, *sites)
         raise SimStop
+
+    @staticmethod
+    def _programs(partitions: Sequence[Partition]) -> str:
+        names = dict.fromkeys(p.cta.name for p in partitions)
+        return f" in program {', '.join(names)}" if names else ""
+
+    @property
+    def apart(self) -> str:
+        """For a message: who waits for global memory may wait for a program that is not here."""
+        grid = self.ctas[0].grid if self.ctas else (1, 1, 1)
+        if self.options.together or grid == (1, 1, 1):
+            return ""
+        return "programs ran one after another; if one waits for another: together=True"
 
     def report(self, kind: str, text: str, *sites: Site, key: Any = None) -> None:
         """Note a finding once; `key` tells which findings are the same."""
@@ -190,7 +204,8 @@ class Partition:
             function(*args)
         except RunawayLoop as error:
             site = error.site(self)
-            text = f"{self.full_name} loops at {site} without any operation that others can see"
+            text = f"{self.name} of program {self.cta.name} loops at {site} without any operation that "
+            text += "others can see"
             self.engine.report("livelock", text, site)
             raise SimStop from None
         self.sync()

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 KINDS = {
     "race": "two accesses to shared or tensor memory, one a write, that nothing orders",
-    "global": "the same in global memory, between partitions or programs",
+    "global": "the same in global memory; other than between TMA stores only with together=True",
     "fence": "written through the generic proxy, read by TMA or MMA, no fence_async_shared between",
     "register": "registers of an unfinished warpgroup MMA were read or handed on",
     "deadlock": "nobody can run and somebody has not finished",
@@ -77,6 +77,11 @@ class Finding:
     sites: tuple[Site, ...]
     seed: int | None
     time: float
+
+    @property
+    def what(self) -> Any:
+        """The same for the same defect of another program. A livelock's text names the program."""
+        return self.kind, [s[:3] for s in self.sites] if self.kind == "livelock" else self.text
 
     def __str__(self) -> str:
         return f"[{self.kind}] {self.text} (seed {self.seed})"

@@ -69,10 +69,16 @@ class GlobalLog:
         tick: int,
         known: Clock,
         site: Site,
+        always: bool = False,
     ) -> None:
-        """kind: "read", "write", or "atomic" for what commutes with itself. offsets: in elements."""
+        """kind: "read", "write", or "atomic" for what commutes with itself. offsets: in elements.
+
+        always: even where global memory is not watched unless asked for.
+        """
         wanted = e.options.global_races
-        if not (e.options.together if wanted is None else wanted) or np.size(offsets) == 0:
+        if wanted is None:
+            wanted = e.options.together or always
+        if not wanted or np.size(offsets) == 0:
             return
         shadow = self.shadows.get(memory.storage)
         if shadow is None:

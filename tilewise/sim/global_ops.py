@@ -214,10 +214,14 @@ def atomic_poll(pointer: Pointer, val: Any, sem: Any = "acquire", scope: Any = N
     p.cta.cluster.meet(p)
     if p.cta.rank == 0:
         address = (memory.storage, memory.first_byte + int(off) * memory.dtype.itemsize)
+
+        def state() -> str:
+            return "; ".join(filter(None, [f"it is {memory.array[int(off)]}", p.engine.apart]))
+
         while memory.array[int(off)] != raw(val):
             log().watch(address, p.resume)
             what = f"{memory.name}[{int(off)}] to become {int(val)}"
-            p.block(memory.name, lambda: (what, f"it is {memory.array[int(off)]}"), site)  # noqa: B023
+            p.block(memory.name, lambda: (what, state()), site)  # noqa: B023
         log().synchronise(p, _lock_key(pointer, int(off), scope, p), acquire, False)
         at = off.reshape(1)
         log().access(p.engine, memory, at, "atomic", p.agent, p.clock[p.agent], p.clock, site)

@@ -212,7 +212,7 @@ def bulk_store(desc: Descriptor, coord: Any, src: SharedView, reduce: str | None
     def write() -> None:
         offsets = desc.offsets(where, box)
         kind = "write" if reduce is None else "atomic"
-        log().access(e, desc.memory, offsets, kind, writer, write_tick, known, site)
+        log().access(e, desc.memory, offsets, kind, writer, write_tick, known, site, always=True)
         desc.write(where, box, tile, None if reduce is None else REDUCTIONS[reduce])
         log().changed(e, desc.memory, offsets if log().watchers else ())
         op.write.finish()
@@ -266,13 +266,23 @@ class Wgmma(Pending):
     def __init__(self, site: Site, tells: Any) -> None:
         super().__init__(site, tells, "the warpgroup MMA")
         self.waited = False
-        self.result: Tensor | None = None
         self.value: Any = None
+        # Accumulators whose registers this MMA owns: by id, with the MMA whose result they hold, if any.
+        self.accumulators: dict[int, tuple[Tensor, Wgmma | None]] = {}
+
+    def owns(self, tensor: Tensor, source: Wgmma | None) -> None:
+        self.accumulators[id(tensor)] = tensor, source
+        tensor.busy = self
+
+    def source(self, tensor: Tensor) -> Wgmma | None:
+        """Whose result the tensor is."""
+        return self.accumulators.get(id(tensor), (tensor, None))[1]
 
     def touch(self, tensor: Tensor) -> None:
         """Somebody reads registers that this MMA owns, or owned."""
         if self.waited:
-            tensor.settle(self.value if self.result is tensor else None)
+            source = self.source(tensor)
+            tensor.settle(None if source is None else source.value)
             return
         site = engine.current().site()
         text = f"registers of the warpgroup MMA issued at {self.site} are used at {site} before its wait"
@@ -318,14 +328,14 @@ def warpgroup_mma(
     registers = None
     if isinstance(a, Tensor):
         # Two MMAs may read the same A registers; the result of an unfinished one may not be read.
-        shared = isinstance(a.busy, Wgmma) and a.busy.result is not a
+        shared = isinstance(a.busy, Wgmma) and id(a) not in a.busy.accumulators
         registers = a.untouched if shared else a.np
         a.busy = op
     base: Any = None
     if bool(use_acc):
-        base = acc.op if isinstance(acc, Accumulator) else acc.np
-    if isinstance(acc, Tensor) and bool(use_acc):
-        acc.busy = op
+        base = _accumulated(acc, queue)
+        if isinstance(acc, Tensor):
+            op.owns(acc, base if isinstance(base, Wgmma) else None)
     warps = tuple(getattr(acc.layout, "warps_per_cta", (p.warps, 1)))
     bits = 8 * b.np_dtype.itemsize
     a_space = "shared" if registers is None else "registers"
@@ -348,6 +358,16 @@ def warpgroup_mma(
     e.at(when, complete)
     out = Accumulator(op, [m, n], acc.layout)
     return out if is_async else warpgroup_mma_wait(0, [out])
+
+
+def _accumulated(acc: Any, queue: WgmmaQueue) -> Any:
+    """What an MMA adds to: values, or an MMA whose result it is. MMAs of one warpgroup into the same
+    accumulator complete in order, so warpgroup_mma_wait need not have waited for that one.
+    """
+    if isinstance(acc, Accumulator):
+        return acc.op
+    op = acc.busy
+    return op if op in queue.pending and op.source(acc) is op else acc.np
 
 
 def _product(a: Any, b: Any, acc: Any, promote_every: int | None) -> Any:
@@ -374,8 +394,8 @@ def warpgroup_mma_wait(num_outstanding: int = 0, deps: Any = None) -> Any:
     out = []
     for dep in deps:
         if isinstance(dep, Accumulator):
-            tensor = Tensor(np.broadcast_to(np.float32(np.nan), dep.shape), dep.layout, dep.op)
-            dep.op.result = tensor
+            tensor = Tensor(np.broadcast_to(np.float32(np.nan), dep.shape), dep.layout)
+            dep.op.owns(tensor, dep.op)
             out.append(tensor)
         else:
             out.append(dep)

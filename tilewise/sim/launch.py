@@ -9,6 +9,7 @@ import types
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from numbers import Integral
 from typing import Any
 from unittest import mock
 
@@ -27,6 +28,7 @@ from tilewise.sim.options import Options
 from tilewise.sim.values import BOOL, F32, I32, I64, Pointer, scalar
 
 _BUILTIN = "__triton_builtin__"
+_TRITON_ADDS = ("debug", "instrumentation_mode", "fpsan_homomorphic_casts")  # whatever its version
 _defaults = Options()
 
 
@@ -54,14 +56,26 @@ def launch(
 
     Returns a Report; call its `raise_if_any()` to insist that nothing was found.
     """
+    return _launch(kernel, grid, args, keywords, [])
+
+
+def _launch(
+    kernel: Any,
+    grid: Sequence[int] | Callable[..., Any],
+    args: Sequence[Any],
+    keywords: dict[str, Any],
+    reports: list[Report],
+) -> Report:
+    """The report is in `reports` as soon as the first program starts, so it outlives an exception."""
     fields = Options.__dataclass_fields__
     parameters = {p.name: p for p in kernel.params}
     chosen = {k: keywords.pop(k) for k in list(keywords) if k in fields and k not in parameters}
     options = replace(_defaults, **chosen)
+    settings = {k: v for k, v in keywords.items() if k not in parameters}
+    _check_settings(kernel.fn.__name__, settings, list(parameters))
     signature = inspect.signature(kernel.fn)
     bound = signature.bind(*args, **{k: v for k, v in keywords.items() if k in parameters})
     bound.apply_defaults()
-    settings = {k: v for k, v in keywords.items() if k not in parameters}
     binder = Rebinder(options.arch)
     call = []
     for name, value in bound.arguments.items():
@@ -71,16 +85,41 @@ def launch(
         grid = grid(dict(bound.arguments))
     sizes: Any = grid
     x, y, z = (*(int(n) for n in sizes), 1, 1)[:3]
+    if min(x, y, z) < 1:
+        raise ValueError(f"each side of the grid must be at least 1, not {tuple(sizes)}")
     programs = [(i, j, k) for k, j, i in itertools.product(range(z), range(y), range(x))]
     if options.programs is not None:
         programs = [p for p in programs if p in options.programs]
     if options.limit is not None:
         programs = programs[: options.limit]
     function = binder.rebind(kernel)
-    return _run(kernel.fn.__name__, function, call, programs, (x, y, z), settings, options)
+    report = Report(kernel.fn.__name__, options.seed)
+    reports.append(report)
+    _run(report, kernel.fn.__name__, function, call, programs, (x, y, z), settings, options)
+    return report
+
+
+def _check_settings(kernel: str, settings: dict[str, Any], parameters: list[str]) -> None:
+    """What is neither of the kernel nor of `Options` must be a launch option that Triton knows."""
+    from triton.backends.nvidia.compiler import CUDAOptions
+
+    known = [*CUDAOptions.__dataclass_fields__, *_TRITON_ADDS]
+    for name in settings:
+        if name not in known:
+            raise TypeError(
+                f"launch of {kernel}: unknown keyword {name!r}. Allowed are its parameters "
+                f"({', '.join(parameters)}), options of the simulator "
+                f"({', '.join(Options.__dataclass_fields__)}) and Triton's launch options "
+                f"({', '.join(sorted({*known} - {*Options.__dataclass_fields__}))})"
+            )
+    for name in ("num_warps", "num_ctas"):
+        n = settings.get(name, 1)
+        if not isinstance(n, Integral) or n < 1 or n & (n - 1):
+            raise ValueError(f"{name} must be a power of two, not {n!r}")
 
 
 def _run(
+    report: Report,
     name: str,
     function: Any,
     call: list[Any],
@@ -88,8 +127,7 @@ def _run(
     grid: tuple[int, int, int],
     settings: dict[str, Any],
     options: Options,
-) -> Report:
-    report = Report(name, options.seed)
+) -> None:
     pending = deque(programs)
     while pending:
         first = pending[0]
@@ -99,12 +137,13 @@ def _run(
         report.engines.append(engine)
         resident = 1 if not options.together else options.resident or len(pending)
         _Programs(engine, name, function, call, grid, settings).start(resident)
-        engine.run()
-        known = {(f.kind, f.text) for f in report.findings}  # of other programs: say it once
-        report.findings += [f for f in engine.findings if (f.kind, f.text) not in known]
+        try:
+            engine.run()
+        finally:
+            known = [f.what for f in report.findings]  # of other programs: say it once
+            report.findings += [f for f in engine.findings if f.what not in known]
         if report.findings and options.stop_at_first:
             break
-    return report
 
 
 class _Programs:
@@ -176,8 +215,7 @@ def intercept(**options: Any) -> Iterator[list[Report]]:
     def run(self: Any, *args: Any, grid: Any, warmup: bool, **keywords: Any) -> Any:
         if not self.is_gluon():
             return original(self, *args, grid=grid, warmup=warmup, **keywords)
-        reports.append(launch(self, grid, args, **keywords))
-        return reports[-1]
+        return _launch(self, grid, args, keywords, reports)
 
     with configure(**options), mock.patch.object(triton_jit.JITFunction, "run", run):
         yield reports

@@ -7,6 +7,7 @@ has one image. Views are by byte, so a buffer that is reinterpreted or overlaid 
 
 from __future__ import annotations
 
+import dis
 import linecache
 import re
 from collections.abc import Callable, Sequence
@@ -304,14 +305,30 @@ class View:
         return self.buffer.access(self.region, write, proxy, agent, tick, known, site, self.label)
 
 
-def assigned_name(otherwise: str) -> str:
-    """The name on the left of `x = gl.allocate_shared_memory(...)` in the kernel, for messages."""
+def assigned_name(otherwise: str, taken: dict[str, int]) -> str:
+    """The name on the left of `x = gl.allocate_shared_memory(...)` in the kernel, for messages.
+
+    taken: how many allocations have had a name; the second is called "x (no. 2)".
+    """
     frame, _ = kernel_frame()
-    if frame is None:
-        return otherwise
+    name = otherwise if frame is None else _stored_in(frame) or _left_of(frame) or otherwise
+    taken[name] = taken.get(name, 0) + 1
+    return name if taken[name] == 1 else f"{name} (no. {taken[name]})"
+
+
+def _stored_in(frame: Any) -> str | None:
+    """The variable in which the next instruction stores the result; a line may have several of them."""
+    for i in dis.get_instructions(frame.f_code):
+        if i.offset > frame.f_lasti and i.opname != "CACHE":
+            name = i.argval[0] if isinstance(i.argval, tuple) else i.argval
+            return str(name) if i.opname.startswith("STORE_") and name is not None else None
+    return None
+
+
+def _left_of(frame: Any) -> str | None:
     line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
     match = re.match(r"\s*(\w+)\s*(?::[^=]*)?=[^=]", line)
-    return match.group(1) if match else otherwise
+    return match.group(1) if match else None
 
 
 def row_major(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:

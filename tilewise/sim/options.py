@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 ARCHITECTURES = ("ampere", "hopper", "blackwell")
@@ -17,7 +18,8 @@ class Options:
     arch: "ampere", "hopper" or "blackwell"; an operation of another architecture is an error.
     cost: function (program id) -> cost model, instead of random times.
     together: run all programs in one engine, so that they interleave, instead of one after another.
-    global_races: track order in global memory too; None means when `together`.
+    global_races: track order in global memory too; None means when `together`, and otherwise only that
+        of a program's TMA stores among each other.
     resident: with `together`, run so many programs at a time; the others start as one ends, unless a
         running one takes them over (cluster launch control). None runs all at once.
     limit: run only so many programs of the grid.
@@ -48,3 +50,10 @@ class Options:
     def __post_init__(self) -> None:
         if self.arch not in ARCHITECTURES:
             raise ValueError(f"arch must be one of {ARCHITECTURES}, not {self.arch!r}")
+        seed: Any = self.seed
+        if seed is not None and not isinstance(seed, Integral):
+            raise TypeError(f"seed must be an int or None, not {seed!r}")
+        for name in ("resident", "limit", "max_findings"):
+            n = getattr(self, name)
+            if n is not None and n < 1:
+                raise ValueError(f"{name} must be at least 1, not {n!r}")

@@ -47,10 +47,17 @@ def draw(prediction: Prediction, window: tuple[float, float] | None = None) -> s
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
+def check_name(path: Path) -> None:
+    """ValueError, one line, if a picture cannot have this name."""
+    if path.suffix.lower() not in (".svg", ".html"):
+        raise ValueError(f"picture: got {path.name!r}; the name must end in .svg or .html")
+
+
 def write(prediction: Prediction, path: Path) -> None:
-    """As .svg, or wrapped into a page if the name ends in .html."""
+    """As .svg, or wrapped into a page if the name ends in .html; ValueError for another ending."""
+    check_name(path)
     svg = draw(prediction)
-    if path.suffix == ".html":
+    if path.suffix.lower() == ".html":
         head = '<!doctype html><meta charset="utf-8"><meta name="color-scheme" content="light dark">'
         svg = f"{head}<title>{escape(_title(prediction))}</title>\n{svg}"
     path.write_text(svg, encoding="utf-8")

@@ -103,6 +103,7 @@ def predict(
         options: dict[str, Any] = {
             "arch": chip.family,
             "cost": lambda _: SmCost(chip, constants, hoisted),
+            "global_races": False,  # costs time and memory
         }
         with intercept(programs=frozenset(programs), **options) as reports:
             run()

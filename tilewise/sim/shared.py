@@ -115,7 +115,7 @@ def store_generic(
 
 def allocate_shared_memory(dtype: Any, shape: Any, layout: Any, value: Any = None) -> Any:
     p = engine.current()
-    cta, name = p.cta, assigned_name("shared memory")
+    cta, name = p.cta, assigned_name("shared memory", p.cta.names)
     shape = tuple(int(n) for n in shape)
     if type(layout).__name__ == "MBarrierLayout":
         return _allocate_barriers(cta, shape, layout, name)

@@ -160,7 +160,7 @@ def _fold(layout: Any) -> int:
 
 def allocate_tensor_memory(dtype: Any, shape: Any, layout: Any, value: Any = None) -> TensorView:
     p = engine.current()
-    cta, name = p.cta, assigned_name("tensor memory")
+    cta, name = p.cta, assigned_name("tensor memory", p.cta.names)
     shape = tuple(int(n) for n in shape)
     np_dtype = to_numpy(dtype)
     step = _column_bytes(np_dtype, layout)
