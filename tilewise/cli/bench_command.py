@@ -83,7 +83,7 @@ def bench(
         )
     bench_view.show(_screen, run)
     if target is not None:
-        _screen.print(f"written to {target}", markup=False)
+        _screen.print(f"written to {target}", markup=False, soft_wrap=True)  # a path is for copying
     raise typer.Exit(run.status)
 
 

@@ -82,7 +82,7 @@ def show(screen: Console, report: Report, folder: Path, drawn: bool) -> None:
     screen.print(_long_sequence(report.long_sequence))
     screen.print(_checks(report.checks))
     written = "report.json and curves.png" if drawn else "report.json"
-    screen.print(f"{written} written to [bold]{escape(str(folder))}[/]")
+    screen.print(f"{written} written to [bold]{escape(str(folder))}[/]", soft_wrap=True)
     if not drawn:
         screen.print("no picture: matplotlib is not installed (pip install matplotlib)")
 
