@@ -1,4 +1,4 @@
-"""The roofline: the article's numbers, earlier drafts', what must hold for every GPU, and the command."""
+"""The roofline: the article's numbers, earlier drafts', what holds for every GPU, and the command."""
 
 from __future__ import annotations
 

@@ -26,6 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from tilewise.backends.hopper.launch import ROWS as _ROWS
 from tilewise.backends.hopper.launch import launch_forward
 from tilewise.backends.hopper.tile import (
     finite,
@@ -50,7 +51,7 @@ from tilewise.spec import AttentionSpec, Inputs
 
 INF = gl.constexpr(float("inf"))
 LN2 = gl.constexpr(0.6931471805599453)
-ROWS = gl.constexpr(64)  # queries of a consumer: the rows of one warpgroup product
+ROWS = gl.constexpr(_ROWS)
 
 
 @gluon.jit
@@ -209,12 +210,9 @@ def attend(
                     s, factor = logits(s, scale, softcap)
                     if MASKED:
                         s = masked(s, n, keys, i, tile, runs, problem)
-                    p_next, top, shrink = softmax_step(s, factor, top, MASKED)
-                    total = total * spread(shrink, total) + row_sums(p_next)
-                    p_next = gl.convert_layout(p_next.to(DTYPE), weights)
-                    o, p = warpgroup_mma_wait(0, [o, p_next])
-                    v_ring.release(step)
-                    o = o * gl.convert_layout(shrink, gl.SliceLayout(1, output))[:, None]
+                    p, o, top, total = online_step(
+                        s, factor, o, top, total, v_ring, step, weights, GUARD=MASKED
+                    )
                     step += 1
             if ANCHORED:
                 for _middle in range(middle):
@@ -233,12 +231,9 @@ def attend(
                     s, o = overlap(W, q, p, o, rings, turns, step, how, scores)
                     s, factor = logits(s, scale, softcap)
                     s = masked(s, n, keys, i, tile, runs, problem)
-                    p_next, top, shrink = softmax_step(s, factor, top, True)
-                    total = total * spread(shrink, total) + row_sums(p_next)
-                    p_next = gl.convert_layout(p_next.to(DTYPE), weights)
-                    o, p = warpgroup_mma_wait(0, [o, p_next])
-                    v_ring.release(step)
-                    o = o * gl.convert_layout(shrink, gl.SliceLayout(1, output))[:, None]
+                    p, o, top, total = online_step(
+                        s, factor, o, top, total, v_ring, step, weights, GUARD=True
+                    )
                     step += 1
 
             done, done_i, done_top = tile, i, top
@@ -327,6 +322,18 @@ def softmax_step(s, factor, top, GUARD: gl.constexpr):
     new_top = gl.maximum(top, gl.max(s, 1) * factor)
     origin = finite(new_top) if GUARD else new_top
     return gl.exp2(s * factor - origin[:, None]), new_top, gl.exp2(top - origin)
+
+
+@gluon.jit
+def online_step(s, factor, o, top, total, v_ring, step, weights: gl.constexpr, GUARD: gl.constexpr):
+    """The rest of a step with the running maximum: from the scores of key tile step + 1 to its P, while
+    o += P V of tile `step` ends; output and sums shrink to the new maxima."""
+    p, top, shrink = softmax_step(s, factor, top, GUARD)
+    total = total * spread(shrink, total) + row_sums(p)
+    p = gl.convert_layout(p.to(v_ring.buffer.dtype), weights)
+    o, p = warpgroup_mma_wait(0, [o, p])
+    v_ring.release(step)
+    return p, o * spread(shrink, o), top, total
 
 
 @gluon.jit

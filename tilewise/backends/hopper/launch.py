@@ -16,7 +16,7 @@ from tilewise.backends.triton.launch import lengths, on_device, score_factors, s
 from tilewise.gluon.ragged import dense_rows, ragged_rows
 from tilewise.spec import AttentionSpec, Inputs
 
-ROWS = 64
+ROWS = 64  # queries of a consumer: the rows of one warpgroup product
 
 
 def descriptor(spec: AttentionSpec, t: Tensor, length: int, tile: tuple[int, int]) -> TensorDescriptor:

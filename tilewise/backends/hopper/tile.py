@@ -16,6 +16,7 @@ key_span = gluon.jit(mask.key_span)
 visible = gluon.jit(mask.visible)
 finite = gluon.jit(portable.finite.fn)
 logits = gluon.jit(portable.logits.fn)
+sequence_rows = gluon.jit(portable.sequence_rows.fn)
 
 
 @gluon.jit
@@ -72,19 +73,6 @@ def query_tile(t, problem, TILE_Q: gl.constexpr):
     if cu_q is not None:
         b = b * 0  # packed tensors have no batch dimension
     return b, head, row * TILE_Q, start_q, seqlen_q, start_k + low, seqlen_k - low, high - low
-
-
-@gluon.jit
-def sequence_rows(b, cu_seqlens, seqused, seqlen):
-    """First row and number of rows of sequence ``b``; dense batches start at row 0."""
-    start = 0
-    length = seqlen
-    if cu_seqlens is not None:
-        start = gl.load(cu_seqlens + b)
-        length = gl.load(cu_seqlens + b + 1) - start
-    if seqused is not None:
-        length = gl.load(seqused + b)
-    return start, length
 
 
 @gluon.jit
