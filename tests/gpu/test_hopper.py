@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import random
+from dataclasses import replace
 
+import problems
 import pytest
 import torch
+from edges import EDGES
+from problems import Size
 
 from tilewise import attention, attention_varlen, dispatch
 
@@ -13,6 +18,14 @@ DEVICE = "cuda"
 KERNEL = next(k for k in dispatch.KERNELS if k.name == "hopper/fa3")
 HOW = {"backend": "hopper", "algorithm": "fa3"}
 LAUNCHES = 2000
+FUZZ = int(os.environ.get("TILEWISE_FUZZ", 3000))
+BLOCK = 10
+SIZE = Size(
+    lengths=(129, 1, 2, 17, 64, 127, 128, 200, 320, 513, 900),
+    head_dims=(64, 128, 16, 40, 96, 111, 256),
+    sequences=(1, 2, 3, 0, 6),
+    dtypes=("bf16", "fp16"),
+)
 
 
 @pytest.fixture(autouse=True)
@@ -20,6 +33,26 @@ def hopper():
     missing = KERNEL.unavailable(torch.device(DEVICE, 0))
     if missing is not None:
         pytest.skip(missing)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("edge", EDGES)
+def test_edge(edge: str, dtype: str):
+    p = replace(EDGES[edge], dtype=dtype, loss="none")
+    if not problems.features(p) <= KERNEL.forward:
+        pytest.skip("not in the support table")
+    problems.check(p, DEVICE, **HOW)
+
+
+@pytest.mark.parametrize("block", range(-(-FUZZ // BLOCK)))
+def test_random_problems(block: int):
+    """Without gradients: a failing problem is printed whole; its number is its seed."""
+    for seed in range(BLOCK * block, min(BLOCK * (block + 1), FUZZ)):
+        p = replace(problems.random_problem(seed, KERNEL.forward, SIZE), loss="none")
+        try:
+            problems.check(p, DEVICE, **HOW)
+        except Exception as error:
+            raise AssertionError(f"random problem {seed}: {p}: {error}") from error
 
 
 @pytest.mark.parametrize("causal", [False, True])
