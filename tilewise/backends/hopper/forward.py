@@ -179,6 +179,7 @@ def attend(
         s = warpgroup_mma(q, k.permute((1, 0)), no_scores, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(0, [s])
         k_ring.release(step)
+        release_q(q_ring, q_step * CONSUMERS + W, Q_IN_REGISTERS)
         s, factor = logits(s, scale, softcap)
         s = masked(s, runs[3] - 1, keys, i, tile, runs, problem)
         p, top, shrink = softmax_step(s, factor, no_top, True)
@@ -238,14 +239,14 @@ def attend(
 
             done, done_i, done_top = tile, i, top
             done_total = gl.convert_layout(gl.sum(total, 1), per_row)
-            if not Q_IN_REGISTERS:
-                q_ring.release((q_step + turn) * CONSUMERS + W)
+            release_q(q_ring, (q_step + turn) * CONSUMERS + W, not Q_IN_REGISTERS)
             if turn + 1 < count:
                 tile = query_tile(tile_number(turn + 1), problem, TILE_Q)
                 runs = key_tile_runs(tile, problem, TILE_Q, TILE_K)
                 i = tile[2] + rows
                 q = load_q(q_ring, (q_step + turn + 1) * CONSUMERS + W, scores, Q_IN_REGISTERS)
                 s, o = overlap(W, q, p, o, rings, turns, step, how, scores)
+                release_q(q_ring, (q_step + turn + 1) * CONSUMERS + W, Q_IN_REGISTERS)
                 s, factor = logits(s, scale, softcap)
                 s = masked(s, runs[3] - 1, keys, i, tile, runs, problem)
                 p_next, top, shrink = softmax_step(s, factor, no_top, True)
@@ -267,8 +268,15 @@ def load_q(q_ring, number, scores: gl.constexpr, IN_REGISTERS: gl.constexpr):
     q = q_ring.wait_full(number)
     if IN_REGISTERS:
         q = q.load(gl.DotOperandLayout(0, scores, 2))
-        q_ring.release(number)
     return q
+
+
+@gluon.jit
+def release_q(q_ring, number, NOW: gl.constexpr):
+    """Q of one query tile may be overwritten: in registers, only once a product that uses it is done,
+    as no barrier waits for loads under way, and the copy engine is not ordered after them."""
+    if NOW:
+        q_ring.release(number)
 
 
 @gluon.jit
