@@ -55,6 +55,17 @@ def visible(i, j, seqlen_q, seqlen_k, left, right):
     return seen
 
 
+def sees_any(i, seqlen_q, seqlen_k, left, right):
+    """Whether query ``i`` sees any key under a normalized band; broadcasts over arrays of positions."""
+    offset = seqlen_k - seqlen_q
+    seen = (i < seqlen_q) & (seqlen_k > 0)
+    if left is not None:
+        seen = seen & (i + offset - left < seqlen_k)
+    if right is not None:
+        seen = seen & (i + offset + right >= 0)
+    return seen
+
+
 def key_span(seqlen_q, seqlen_k, left, right):
     """``(low, high)``: the keys that at least one query of the sequence may see are in ``[low, high)``.
 

@@ -10,6 +10,7 @@ back, modulo 2**64. All sequences lie one after the other: a dense batch must ha
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ def dense_rows(
     """t: (B, S, H, D). strides: of (batch, row, head). length: rows that count. tile: rows, columns."""
     entry, row, head = strides
     shape = [t.shape[0], t.shape[2], max(length, 1), t.shape[3]]
-    return TensorDescriptor(t, shape, [entry, head, row, 1], [1, 1, *tile], _layout(t, tile, 4))
+    return TensorDescriptor(t, shape, [entry, head, row, 1], [1, 1, *tile], _layout(t.dtype, tile, 4))
 
 
 def ragged_rows(t: Tensor, strides: tuple[int, int, int], tile: tuple[int, int]) -> TensorDescriptor:
@@ -38,11 +39,12 @@ def ragged_rows(t: Tensor, strides: tuple[int, int, int], tile: tuple[int, int])
     # FAR steps of 2**34 elements are a multiple of 2**64 bytes, whatever the element.
     steps = [2**34 - row, row, head, row, 1]
     shape = [_MOST, _MOST, t.shape[-2], FAR.value, t.shape[-1]]
-    return TensorDescriptor(t, shape, steps, [1, 1, 1, *tile], _layout(t, tile, 5))
+    return TensorDescriptor(t, shape, steps, [1, 1, 1, *tile], _layout(t.dtype, tile, 5))
 
 
-def _layout(t: Tensor, tile: tuple[int, int], rank: int) -> gl.NVMMASharedLayout:
-    flat = gl.NVMMASharedLayout.get_default_for(list(tile), DTYPES[t.dtype])
+@cache  # making one takes longer than all the rest of a descriptor
+def _layout(dtype: torch.dtype, tile: tuple[int, int], rank: int) -> gl.NVMMASharedLayout:
+    flat = gl.NVMMASharedLayout.get_default_for(list(tile), DTYPES[dtype])
     return gl.NVMMASharedLayout(flat.swizzle_byte_width, flat.element_bitwidth, rank=rank)
 
 

@@ -7,11 +7,11 @@ first scores of the next tile are computed while the last weights of this one me
 
 What is not in the paper: the *anchor*. Softmax may subtract any number from a row's scores, as long as
 exp neither overflows nor loses all. The online softmax takes the largest score so far, looks for it in
-every tile, and shrinks what it has when the number grows. Here, a row takes the largest score of the
-first key tile that shows it any, and keeps it: no maxima, no rescaling, and a softmax so short that the
-other consumers' products cover it. bf16 has the exponents of fp32, so weights above 1 are as exact as
-weights below. Only a score 2**127 times as heavy as the anchor is too much: then the sum is infinite or
-not a number, and the program computes its tiles again with the running maximum (``softmax_step``).
+every tile, and shrinks what it has when the number grows. Here, a row takes the largest score of its
+first key tile, or 0 if it sees none of that, and keeps it: no maxima, no rescaling, and a softmax so
+short that the other consumers' products cover it. bf16 has the exponents of fp32, so weights above 1
+are as exact as weights below. Only a score 2**127 times as heavy as the anchor is too much, or scores
+that all are far below 0: then the program computes its tiles again with the running maximum.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from tilewise.backends.hopper.tile import (
     key_tile_runs,
     logits,
     query_tile,
+    sees_any,
     tile_count,
     tile_number,
     visible,
@@ -51,6 +52,7 @@ from tilewise.spec import AttentionSpec, Inputs
 
 INF = gl.constexpr(float("inf"))
 LN2 = gl.constexpr(0.6931471805599453)
+LEAST_SUM = gl.constexpr(2.0**-30)
 ROWS = gl.constexpr(_ROWS)
 
 
@@ -105,50 +107,39 @@ def load_tiles(
 
 
 @gluon.jit
-def consume(W: gl.constexpr, shared, how: gl.constexpr, ANCHORED: gl.constexpr):
+def consume(W: gl.constexpr, shared, verdict, how: gl.constexpr, ANCHORED: gl.constexpr):
     """Consumer W: rows W * 64 and on of every query tile of the program."""
-    results, rings, problem, factors, turns, verdict = shared
+    results, problem = shared[0], shared[2]
     count = tile_count(problem, how[0] * ROWS, how[3])
     none = count * 0
-    step, health = attend(W, results, rings, problem, factors, turns, count, none, none, how, ANCHORED)
+    step, lost_rows = attend(W, shared, count, none, none, how, ANCHORED)
     if ANCHORED:
-        healths, done = verdict
-        healths.slice(W * ROWS, ROWS).store(health)
+        ballot, done = verdict
+        ballot.slice(W * ROWS, ROWS).store(lost_rows)
         mbarrier.arrive(done, count=1)
         if lost(verdict, 4):
             if results[0] is not None:
                 tma_store_wait_written()  # or the first attempt's output might arrive last
-            attend(W, results, rings, problem, factors, turns, count, count, step, how, False)
+            attend(W, shared, count, count, step, how, False)
     tma_store_wait(0)
 
 
 @gluon.jit
 def lost(verdict, WARPS: gl.constexpr):
-    """Whether any row of any consumer was lost: its health is 0 as long as all is finite, then NaN."""
-    healths, done = verdict
+    """Whether an anchor has lost any row of any consumer."""
+    ballot, done = verdict
     mbarrier.wait(done, 0)
     layout: gl.constexpr = gl.BlockedLayout([2], [32], [WARPS], [0])
-    return gl.sum(healths.load(layout), 0) != 0
+    return gl.sum(ballot.load(layout), 0) != 0
 
 
 @gluon.jit
-def attend(
-    W: gl.constexpr,
-    results,
-    rings,
-    problem,
-    factors,
-    turns,
-    count,
-    q_step,
-    step,
-    how: gl.constexpr,
-    ANCHORED: gl.constexpr,
-):
+def attend(W: gl.constexpr, shared, count, q_step, step, how: gl.constexpr, ANCHORED: gl.constexpr):
     """Attention of every query tile of the program. q_step and step count tiles of the rings.
 
-    Returns the next step and, for each row, 0 or, where an output was not finite, NaN.
+    Returns the next step and, for each row, how many outputs were lost to the anchor.
     """
+    results, rings, problem, factors, turns = shared
     q_ring, k_ring, v_ring = rings
     scale, softcap = factors
     left, right = problem[3]
@@ -166,8 +157,7 @@ def attend(
     rows = W * ROWS + gl.arange(0, ROWS, per_row)
     keys = gl.arange(0, TILE_K, gl.SliceLayout(0, scores))
     no_output = gl.zeros([ROWS, BLOCK_DV], gl.float32, output)
-    no_top = gl.full([ROWS], -INF, gl.float32, per_row)
-    health = gl.zeros([ROWS], gl.float32, per_row)
+    lost_rows = gl.zeros([ROWS], gl.int32, per_row)
 
     if count > 0:
         tile = query_tile(tile_number(0), problem, TILE_Q)
@@ -182,60 +172,31 @@ def attend(
         release_q(q_ring, q_step * CONSUMERS + W, Q_IN_REGISTERS)
         s, factor = logits(s, scale, softcap)
         s = masked(s, runs[3] - 1, keys, i, tile, runs, problem)
-        p, top, shrink = softmax_step(s, factor, no_top, True)
-        total = row_sums(p)
+        p, top, total = first_step(s, factor, ANCHORED)
         p = gl.convert_layout(p.to(DTYPE), weights)
         o = no_output
 
         for turn in range(count):
-            # Key tiles from last to first: `upper` with the running maximum, until every row has seen
-            # a key; `middle`, seen whole by every row, with the anchor; `lower` as the first.
-            last = runs[3] - 1
-            upper = 0
-            middle = last - runs[0]
-            lower = 0
-            if not ANCHORED:
-                upper = middle
-                middle = 0
-            elif MASKED:
-                upper_stop = max(min(runs[2] - 1, last), runs[0])
-                middle_stop = max(min(runs[1], upper_stop), runs[0])
-                upper = last - upper_stop
-                middle = upper_stop - middle_stop
-                lower = middle_stop - runs[0]
-            n = last
-            if MASKED or not ANCHORED:
-                for _upper in range(upper):
-                    n -= 1
-                    s, o = overlap(W, q, p, o, rings, turns, step, how, scores)
-                    s, factor = logits(s, scale, softcap)
-                    if MASKED:
-                        s = masked(s, n, keys, i, tile, runs, problem)
-                    p, o, top, total = online_step(
-                        s, factor, o, top, total, v_ring, step, weights, GUARD=MASKED
-                    )
-                    step += 1
-            if ANCHORED:
-                for _middle in range(middle):
-                    n -= 1
-                    s, o = overlap(W, q, p, o, rings, turns, step, how, scores)
-                    s, factor = logits(s, scale, softcap)
+            n = runs[3] - 1  # key tiles come from last to first; this one is done
+            for _more in range(n - runs[0]):
+                n -= 1
+                s, o = overlap(W, q, p, o, rings, turns, step, how, scores)
+                s, factor = logits(s, scale, softcap)
+                if MASKED:
+                    s = masked(s, n, keys, i, tile, runs, problem)
+                if ANCHORED:
                     p_next = gl.exp2(s * factor - top[:, None])
                     total = total + row_sums(p_next)
                     p_next = gl.convert_layout(p_next.to(DTYPE), weights)
                     o, p = warpgroup_mma_wait(0, [o, p_next])
-                    v_ring.release(step)
-                    step += 1
-            if ANCHORED and left is not None:
-                for _lower in range(lower):
-                    n -= 1
-                    s, o = overlap(W, q, p, o, rings, turns, step, how, scores)
-                    s, factor = logits(s, scale, softcap)
-                    s = masked(s, n, keys, i, tile, runs, problem)
-                    p, o, top, total = online_step(
-                        s, factor, o, top, total, v_ring, step, weights, GUARD=True
-                    )
-                    step += 1
+                else:
+                    p_next, top, shrink = softmax_step(s, factor, top, MASKED)
+                    total = total * spread(shrink, total) + row_sums(p_next)
+                    p_next = gl.convert_layout(p_next.to(DTYPE), weights)
+                    o, p = warpgroup_mma_wait(0, [o, p_next])
+                    o = o * spread(shrink, o)
+                v_ring.release(step)
+                step += 1
 
             done, done_i, done_top = tile, i, top
             done_total = gl.convert_layout(gl.sum(total, 1), per_row)
@@ -249,17 +210,16 @@ def attend(
                 release_q(q_ring, (q_step + turn + 1) * CONSUMERS + W, Q_IN_REGISTERS)
                 s, factor = logits(s, scale, softcap)
                 s = masked(s, runs[3] - 1, keys, i, tile, runs, problem)
-                p_next, top, shrink = softmax_step(s, factor, no_top, True)
-                total = row_sums(p_next)
+                p_next, top, total = first_step(s, factor, ANCHORED)
                 p_next = gl.convert_layout(p_next.to(DTYPE), weights)
                 o, p = warpgroup_mma_wait(0, [o, p_next])
             else:
                 o = last_product(W, p, o, v_ring, turns, step, how)
             v_ring.release(step)
             step += 1
-            health += finish(W, o, done_top, done_total, done_i, done, results, problem[1][4], how[3])
+            lost_rows += finish(W, o, done_top, done_total, done_i, done, results, problem, how[3])
             o = no_output
-    return step, health
+    return step, lost_rows
 
 
 @gluon.jit
@@ -323,6 +283,17 @@ def masked(s, n, keys, i, tile, runs, problem):
 
 
 @gluon.jit
+def first_step(s, factor, ANCHORED: gl.constexpr):
+    """Softmax of a query tile's first key tile: P, what was subtracted from each row, and row sums."""
+    top = gl.max(s, 1) * factor
+    origin = finite(top)
+    p = gl.exp2(s * factor - origin[:, None])
+    if ANCHORED:
+        top = origin
+    return p, top, row_sums(p)
+
+
+@gluon.jit
 def softmax_step(s, factor, top, GUARD: gl.constexpr):
     """One step of the online softmax: P, the row maxima so far, and by how much older sums shrink.
 
@@ -330,18 +301,6 @@ def softmax_step(s, factor, top, GUARD: gl.constexpr):
     new_top = gl.maximum(top, gl.max(s, 1) * factor)
     origin = finite(new_top) if GUARD else new_top
     return gl.exp2(s * factor - origin[:, None]), new_top, gl.exp2(top - origin)
-
-
-@gluon.jit
-def online_step(s, factor, o, top, total, v_ring, step, weights: gl.constexpr, GUARD: gl.constexpr):
-    """The rest of a step with the running maximum: from the scores of key tile step + 1 to its P, while
-    o += P V of tile `step` ends; output and sums shrink to the new maxima."""
-    p, top, shrink = softmax_step(s, factor, top, GUARD)
-    total = total * spread(shrink, total) + row_sums(p)
-    p = gl.convert_layout(p.to(v_ring.buffer.dtype), weights)
-    o, p = warpgroup_mma_wait(0, [o, p])
-    v_ring.release(step)
-    return p, o * spread(shrink, o), top, total
 
 
 @gluon.jit
@@ -358,13 +317,19 @@ def spread(x, like):
 
 
 @gluon.jit
-def finish(W: gl.constexpr, o, top, total, i, tile, results, entry_rows, RAGGED: gl.constexpr):
-    """Divide the output by the sum of the weights, store it and the log-sum-exp; returns the health."""
+def finish(W: gl.constexpr, o, top, total, i, tile, results, problem, RAGGED: gl.constexpr):
+    """Divide the output by the sum of the weights, store it and the log-sum-exp.
+
+    Returns 1 for a row that an anchor has lost: its sums are not finite, or of weights so small that
+    they may have lost digits, though it sees keys. (An anchor is the score of a key, of weight 1; but
+    rows that see none in the first tile have 0.)
+    """
     o_desc, o_s, o_ptr, o_strides, lse_ptr, lse_strides, DV = results
     b, head, q_start, start_q, seqlen_q, start_k, seqlen_k, seen_k = tile
     layout: gl.constexpr = o.type.layout
-    health = gl.convert_layout(gl.sum(o * 0.0, 1), total.type.layout) + total * 0.0
-    health = gl.where(i < seqlen_q, health, 0.0)  # what is computed for other rows is never stored
+    left, right = problem[3]
+    overflow = gl.convert_layout(gl.sum(o * 0.0, 1), total.type.layout) + total * 0.0 != 0
+    lost = sees_any(i, seqlen_q, seqlen_k, left, right) & (overflow | (total < LEAST_SUM))
     dead = total == 0  # rows that saw no key
     total = gl.where(dead, 1.0, total)
     lse = gl.where(dead, -INF, (top + gl.log2(total)) * LN2)
@@ -378,7 +343,7 @@ def finish(W: gl.constexpr, o, top, total, i, tile, results, entry_rows, RAGGED:
         o_s.index(W).store(o)
         fence_async_shared()
         thread_barrier()
-        at = coordinates(b, head, start_q, row, seqlen_q, entry_rows, RAGGED)
+        at = coordinates(b, head, start_q, row, seqlen_q, problem[1][4], RAGGED)
         tma_store(o_desc, at, o_s.index(W))
     else:
         o_base = o_ptr + b.to(gl.int64) * o_strides[0] + head.to(gl.int64) * o_strides[2]
@@ -387,7 +352,7 @@ def finish(W: gl.constexpr, o, top, total, i, tile, results, entry_rows, RAGGED:
         inside = (rows < seqlen_q)[:, None] & (columns < DV)[None, :]
         at = (start_q + rows).to(gl.int64)[:, None] * o_strides[1] + columns[None, :]
         gl.store(o_base + at, o, mask=inside)
-    return health
+    return lost.to(gl.int32)
 
 
 # Sizes are not compiled in, whatever they are: one kernel serves all.
@@ -441,15 +406,15 @@ def forward_kernel(
     v_ring = make_ring("V", DTYPE, [TILE_K, BLOCK_DV], keys_dv, STAGES, CONSUMERS)
     turns = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
     done = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    healths = gl.allocate_shared_memory(gl.float32, [4 * ROWS], plain)
+    ballot = gl.allocate_shared_memory(gl.int32, [4 * ROWS], plain)
     for w in gl.static_range(CONSUMERS):
         mbarrier.init(turns.index(w), count=1)
     mbarrier.init(done, count=CONSUMERS)
-    healths.store(gl.zeros([4 * ROWS], gl.float32, gl.BlockedLayout([2], [32], [4], [0])))
+    ballot.store(gl.zeros([4 * ROWS], gl.int32, gl.BlockedLayout([2], [32], [4], [0])))
     mbarrier.arrive(turns.index(0), count=1)  # the first turn is consumer 0's
     label(turns, "turn")
     label(done, "done")
-    label(healths, "health")
+    label(ballot, "lost rows")
     if o_desc is not None:
         o_s = gl.allocate_shared_memory(DTYPE, [CONSUMERS, ROWS, BLOCK_DV], rows_dv)
         label_stages(o_s, "O")
@@ -462,14 +427,14 @@ def forward_kernel(
     lengths = (cu_q, cu_k, used_q, used_k, max_q, max_k)
     problem = (tiles, lengths, (heads, group, batch_heads), (left, right))
     factors = (scale, softcap)
-    verdict = (healths, done)
-    consumed = (results, rings, problem, factors, turns, verdict)
+    verdict = (ballot, done)
+    shared = (results, rings, problem, factors, turns)
     how: gl.constexpr = (CONSUMERS, Q_IN_REGISTERS, PING_PONG, RAGGED)
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (consume, (0, consumed, how, ANCHORED)),
-                (consume, (1, consumed, how, ANCHORED)),
+                (consume, (0, shared, verdict, how, ANCHORED)),
+                (consume, (1, shared, verdict, how, ANCHORED)),
                 (produce, (inputs, rings, problem, verdict, CONSUMERS, RAGGED, ANCHORED)),
             ],
             [4, 1],
@@ -478,9 +443,9 @@ def forward_kernel(
     else:
         gl.warp_specialize(
             [
-                (consume, (0, consumed, how, ANCHORED)),
-                (consume, (1, consumed, how, ANCHORED)),
-                (consume, (2, consumed, how, ANCHORED)),
+                (consume, (0, shared, verdict, how, ANCHORED)),
+                (consume, (1, shared, verdict, how, ANCHORED)),
+                (consume, (2, shared, verdict, how, ANCHORED)),
                 (produce, (inputs, rings, problem, verdict, CONSUMERS, RAGGED, ANCHORED)),
             ],
             [4, 4, 1],

@@ -12,6 +12,7 @@ from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tilewise import mask, schedule
+from tilewise.backends.relaunch import Relaunch
 from tilewise.backends.triton.launch import lengths, on_device, score_factors, strides
 from tilewise.gluon.ragged import dense_rows, ragged_rows
 from tilewise.spec import AttentionSpec, Inputs
@@ -33,10 +34,9 @@ def descriptor(spec: AttentionSpec, t: Tensor, length: int, tile: tuple[int, int
 class Plan(NamedTuple):
     """What a launch needs besides tensors: the same for every call with one spec."""
 
-    programs: int
     tile: schedule.HopperTile
     blocks: tuple[int, int]  # columns of a tile of Q and K, and of V and the output
-    arguments: dict[str, Any]  # by keyword: scalars, constants of the kernel, options of the compiler
+    launch: Relaunch
 
 
 @lru_cache(maxsize=1024)
@@ -65,12 +65,11 @@ def plan_forward(spec: AttentionSpec) -> Plan:
         "RAGGED": spec.ragged,
         "ANCHORED": spec.dtype == torch.bfloat16,  # fp16 has too few exponents for it
         "REGISTERS": tile.registers,
-        "num_warps": 4,
-        "maxnreg": tile.maxnreg,
     }
+    options = {"num_warps": 4, "maxnreg": tile.maxnreg}
     # Tiles of different lengths: the hardware deals out programs of one tile each as others end.
     programs = tiles if spec.ragged else min(tiles, schedule.multiprocessors(spec.device))
-    return Plan(programs, tile, blocks, arguments)
+    return Plan(tile, blocks, Relaunch(programs, arguments, options))
 
 
 def launch_forward(kernel: Any, spec: AttentionSpec, x: Inputs, out: Tensor, lse: Tensor) -> None:
@@ -80,13 +79,14 @@ def launch_forward(kernel: Any, spec: AttentionSpec, x: Inputs, out: Tensor, lse
         out.zero_()
         lse.fill_(-math.inf)
         return
-    if plan.programs == 0:
+    if plan.launch.programs == 0:
         return
     q, k, v = (for_tma(spec, t) for t in (x.q, x.k, x.v))
     _, seen_k = mask.key_span(spec.max_seqlen_q, spec.max_seqlen_k, *spec.window)
     by_tma = plan.tile.o_by_tma and takes_tma(spec, out)
     with on_device(spec.device):
-        kernel[(plan.programs,)](
+        plan.launch(
+            kernel,
             descriptor(spec, q, spec.max_seqlen_q, (ROWS, plan.blocks[0])),
             descriptor(spec, k, seen_k, (plan.tile.k, plan.blocks[0])),
             descriptor(spec, v, seen_k, (plan.tile.k, plan.blocks[1])),
@@ -96,7 +96,6 @@ def launch_forward(kernel: Any, spec: AttentionSpec, x: Inputs, out: Tensor, lse
             lse,
             strides(spec, lse),
             *lengths(spec, x),
-            **plan.arguments,
         )
 
 

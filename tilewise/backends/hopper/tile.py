@@ -13,6 +13,7 @@ from tilewise.backends.triton import tile as portable
 
 key_tiles = gluon.jit(mask.key_tiles)
 key_span = gluon.jit(mask.key_span)
+sees_any = gluon.jit(mask.sees_any)
 visible = gluon.jit(mask.visible)
 finite = gluon.jit(portable.finite.fn)
 logits = gluon.jit(portable.logits.fn)
