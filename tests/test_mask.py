@@ -81,18 +81,17 @@ def test_visible_is_the_dense_mask():
         assert torch.equal(mask.visible(i, j, sq, sk, *case.band), dense(case)), case
 
 
-def test_rows_that_see_any_key():
-    """The Hopper forward computes again what a row that sees keys may have lost: an empty row taken for
-    one costs the time of all, the other way round a wrong result stays. Also from the first key on that
-    any row sees, which is how that kernel counts keys."""
+def test_a_querys_range_of_keys_is_the_dense_mask():
+    """The Hopper forward masks by these bounds, and takes a row for one that sees nothing by them. Also
+    counted from the first key that any row sees, as that kernel does."""
     for case in CASES:
         sq, sk = case.lengths
-        rows = torch.arange(sq + 1)
-        want = torch.cat([dense(case).any(1), torch.tensor([False])])
         low, _ = mask.key_span(sq, sk, *case.band)
-        for before in (0, low):
-            got = mask.sees_any(rows, sq, sk - before, *case.band)
-            assert torch.equal(got, want), (case, before)
+        for i, row in enumerate(dense(case).tolist()):
+            for before in (0, low):
+                first, stop = mask.key_range(i, sq, sk - before, *case.band)
+                assert [first <= j < stop for j in range(sk - before)] == row[before:], (case, i)
+                assert (first < stop) == any(row), (case, i)
 
 
 def test_positions_beyond_the_lengths_are_not_visible():

@@ -55,15 +55,18 @@ def visible(i, j, seqlen_q, seqlen_k, left, right):
     return seen
 
 
-def sees_any(i, seqlen_q, seqlen_k, left, right):
-    """Whether query ``i`` sees any key under a normalized band; broadcasts over arrays of positions."""
-    offset = seqlen_k - seqlen_q
-    seen = (i < seqlen_q) & (seqlen_k > 0)
+def key_range(i, seqlen_q, seqlen_k, left, right):
+    """``(first, stop)``: query ``i`` of the sequence sees the keys in ``[first, stop)``, if any.
+
+    ``visible`` as bounds. In a kernel, i may be a block of positions.
+    """
+    first = 0
+    stop = seqlen_k
     if left is not None:
-        seen = seen & (i + offset - left < seqlen_k)
+        first = max(0, i + seqlen_k - seqlen_q - left)
     if right is not None:
-        seen = seen & (i + offset + right >= 0)
-    return seen
+        stop = min(seqlen_k, i + seqlen_k - seqlen_q + right + 1)
+    return first, stop
 
 
 def key_span(seqlen_q, seqlen_k, left, right):

@@ -30,13 +30,12 @@ from tilewise.backends.hopper.launch import ROWS as _ROWS
 from tilewise.backends.hopper.launch import launch_forward
 from tilewise.backends.hopper.tile import (
     finite,
+    key_range,
     key_tile_runs,
     logits,
     query_tile,
-    sees_any,
     tile_count,
     tile_number,
-    visible,
 )
 from tilewise.gluon.compat import (
     label,
@@ -85,7 +84,7 @@ def load_tiles(
     lengths = problem[1]
     TILE_K: gl.constexpr = k_ring.buffer.shape[1]
     for turn in range(count):
-        tile = query_tile(tile_number(turn), problem, CONSUMERS * ROWS)
+        tile = query_tile(tile_number(turn, problem), problem, CONSUMERS * ROWS)
         b, head, q_start, start_q, seqlen_q, start_k, seqlen_k, seen_k = tile
         kv_head = head // problem[2][1]
         runs = key_tile_runs(tile, problem, CONSUMERS * ROWS, TILE_K)
@@ -160,7 +159,7 @@ def attend(W: gl.constexpr, shared, count, q_step, step, how: gl.constexpr, ANCH
     lost_rows = gl.zeros([ROWS], gl.int32, per_row)
 
     if count > 0:
-        tile = query_tile(tile_number(0), problem, TILE_Q)
+        tile = query_tile(tile_number(0, problem), problem, TILE_Q)
         runs = key_tile_runs(tile, problem, TILE_Q, TILE_K)
         i = tile[2] + rows
         q = load_q(q_ring, q_step * CONSUMERS + W, scores, Q_IN_REGISTERS)
@@ -177,6 +176,7 @@ def attend(W: gl.constexpr, shared, count, q_step, step, how: gl.constexpr, ANCH
         o = no_output
 
         for turn in range(count):
+            next_tile = tile_number(turn + 1, problem)  # long before it is needed
             n = runs[3] - 1  # key tiles come from last to first; this one is done
             for _more in range(n - runs[0]):
                 n -= 1
@@ -202,7 +202,7 @@ def attend(W: gl.constexpr, shared, count, q_step, step, how: gl.constexpr, ANCH
             done_total = gl.convert_layout(gl.sum(total, 1), per_row)
             release_q(q_ring, (q_step + turn) * CONSUMERS + W, not Q_IN_REGISTERS)
             if turn + 1 < count:
-                tile = query_tile(tile_number(turn + 1), problem, TILE_Q)
+                tile = query_tile(next_tile, problem, TILE_Q)
                 runs = key_tile_runs(tile, problem, TILE_Q, TILE_K)
                 i = tile[2] + rows
                 q = load_q(q_ring, (q_step + turn + 1) * CONSUMERS + W, scores, Q_IN_REGISTERS)
@@ -277,8 +277,15 @@ def masked(s, n, keys, i, tile, runs, problem):
     """Scores of key tile n with -inf where a query does not see a key."""
     left, right = problem[3]
     if (n < runs[1]) | (n >= runs[2]):
+        first, stop = key_range(i, tile[4], tile[6], left, right)
         j = n * keys.shape[0] + keys
-        s = gl.where(visible(i[:, None], j[None, :], tile[4], tile[6], left, right), s, -INF)
+        if right is None:
+            seen = (j < stop)[None, :]
+        else:
+            seen = j[None, :] < stop[:, None]
+        if left is not None:
+            seen = seen & (j[None, :] >= first[:, None])
+        s = gl.where(seen, s, -INF)
     return s
 
 
@@ -329,7 +336,8 @@ def finish(W: gl.constexpr, o, top, total, i, tile, results, problem, RAGGED: gl
     layout: gl.constexpr = o.type.layout
     left, right = problem[3]
     overflow = gl.convert_layout(gl.sum(o * 0.0, 1), total.type.layout) + total * 0.0 != 0
-    lost = sees_any(i, seqlen_q, seqlen_k, left, right) & (overflow | (total < LEAST_SUM))
+    first, stop = key_range(i, seqlen_q, seqlen_k, left, right)
+    lost = (i < seqlen_q) & (first < stop) & (overflow | (total < LEAST_SUM))
     dead = total == 0  # rows that saw no key
     total = gl.where(dead, 1.0, total)
     lse = gl.where(dead, -INF, (top + gl.log2(total)) * LN2)
@@ -368,6 +376,7 @@ def forward_kernel(
     o_strides,  # (batch, row, head)
     lse_ptr,
     lse_strides,
+    agenda,  # None: programs take query tiles in turn
     cu_q,
     cu_k,
     used_q,
@@ -425,7 +434,7 @@ def forward_kernel(
     inputs = (q_desc, k_desc, v_desc)
     rings = (q_ring, k_ring, v_ring)
     lengths = (cu_q, cu_k, used_q, used_k, max_q, max_k)
-    problem = (tiles, lengths, (heads, group, batch_heads), (left, right))
+    problem = ((tiles, agenda), lengths, (heads, group, batch_heads), (left, right))
     factors = (scale, softcap)
     verdict = (ballot, done)
     shared = (results, rings, problem, factors, turns)

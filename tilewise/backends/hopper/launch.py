@@ -12,6 +12,7 @@ from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tilewise import mask, schedule
+from tilewise.backends.hopper.agenda import agenda
 from tilewise.backends.relaunch import Relaunch
 from tilewise.backends.triton.launch import lengths, on_device, score_factors, strides
 from tilewise.gluon.ragged import dense_rows, ragged_rows
@@ -36,6 +37,7 @@ class Plan(NamedTuple):
 
     tile: schedule.HopperTile
     blocks: tuple[int, int]  # columns of a tile of Q and K, and of V and the output
+    agenda: Tensor | None
     launch: Relaunch
 
 
@@ -67,9 +69,11 @@ def plan_forward(spec: AttentionSpec) -> Plan:
         "REGISTERS": tile.registers,
     }
     options = {"num_warps": 4, "maxnreg": tile.maxnreg}
-    # Tiles of different lengths: the hardware deals out programs of one tile each as others end.
-    programs = tiles if spec.ragged else min(tiles, schedule.multiprocessors(spec.device))
-    return Plan(tile, blocks, Relaunch(programs, arguments, options))
+    if spec.ragged:  # the hardware deals out programs of one tile each, as others end
+        return Plan(tile, blocks, None, Relaunch(tiles, arguments, options))
+    programs = min(tiles, schedule.multiprocessors(spec.device))
+    lists = agenda(spec, tile.consumers * ROWS, tile.k, programs) if tiles else None
+    return Plan(tile, blocks, lists, Relaunch(programs, arguments, options))
 
 
 def launch_forward(kernel: Any, spec: AttentionSpec, x: Inputs, out: Tensor, lse: Tensor) -> None:
@@ -95,6 +99,7 @@ def launch_forward(kernel: Any, spec: AttentionSpec, x: Inputs, out: Tensor, lse
             strides(spec, out),
             lse,
             strides(spec, lse),
+            plan.agenda,
             *lengths(spec, x),
         )
 

@@ -13,8 +13,7 @@ from tilewise.backends.triton import tile as portable
 
 key_tiles = gluon.jit(mask.key_tiles)
 key_span = gluon.jit(mask.key_span)
-sees_any = gluon.jit(mask.sees_any)
-visible = gluon.jit(mask.visible)
+key_range = gluon.jit(mask.key_range)
 finite = gluon.jit(portable.finite.fn)
 logits = gluon.jit(portable.logits.fn)
 sequence_rows = gluon.jit(portable.sequence_rows.fn)
@@ -25,26 +24,25 @@ def tile_count(problem, TILE_Q: gl.constexpr, RAGGED: gl.constexpr):
     """How many of all query tiles this program works on.
 
     Where lengths differ there is a program for each tile, and some lie past their sequence's end."""
-    tiles = problem[0]
+    tiles, agenda = problem[0]
     programs = gl.num_programs(0)
-    rounds = tiles // programs
-    count = rounds + (_place(rounds) < tiles - rounds * programs).to(gl.int32)
+    if agenda is not None:
+        count = gl.load(agenda + gl.program_id(0))
+    else:
+        count = gl.cdiv(tiles - gl.program_id(0), programs)
     if RAGGED:
-        tile = query_tile(tile_number(0), problem, TILE_Q)
+        tile = query_tile(gl.program_id(0), problem, TILE_Q)
         count = gl.where(tile[2] < tile[4], count, 0)
     return count
 
 
 @gluon.jit
-def tile_number(turn):
-    """The program's tile of each round. Rounds run forth and back: where tiles come longest first, a
-    program that had the longest of one round gets the shortest of the next."""
-    return turn * gl.num_programs(0) + _place(turn)
-
-
-@gluon.jit
-def _place(turn):
-    return gl.where(turn % 2 == 0, gl.program_id(0), gl.num_programs(0) - 1 - gl.program_id(0))
+def tile_number(turn, problem):
+    """The program's tile of each turn."""
+    agenda = problem[0][1]
+    if agenda is not None:
+        return gl.load(agenda + (turn + 1) * gl.num_programs(0) + gl.program_id(0))
+    return turn * gl.num_programs(0) + gl.program_id(0)
 
 
 @gluon.jit
@@ -54,12 +52,12 @@ def query_tile(t, problem, TILE_Q: gl.constexpr):
 
     Keys before the first one that any query may see do not count: the sequence begins after them.
     """
-    count, lengths, counts, window = problem
+    work, lengths, counts, window = problem
     cu_q, cu_k, used_q, used_k, max_q, max_k = lengths
     heads, group, batch_heads = counts
     left, right = window
     tiles = gl.cdiv(max_q, TILE_Q)
-    if right is not None or cu_q is not None:
+    if cu_q is not None or used_q is not None or used_k is not None:
         # Last queries first: under a causal mask they see the most keys, and are of long sequences.
         number = t % batch_heads
         row = tiles - 1 - t // batch_heads

@@ -1,0 +1,60 @@
+"""Which program works on which query tiles, and in what order, where masks make tiles unequal.
+
+All lengths of a dense batch are known on the host, so nothing has to be dealt out while kernels run:
+the host plays it through once for a spec, and programs read their lists.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+
+import torch
+import triton
+from torch import Tensor
+
+from tilewise import mask, schedule
+from tilewise.spec import AttentionSpec
+
+
+def agenda(spec: AttentionSpec, tile_q: int, tile_k: int, programs: int) -> Tensor | None:
+    """Each program's query tiles, in its column: how many, then their numbers; int32, on spec.device.
+
+    Tile t is number t % n of the n query tiles of head t // n, counting heads through the batch. None:
+    all tiles take equally long, and programs take them in turn.
+    """
+    if spec.window == (None, None):
+        return None
+    tiles = triton.cdiv(spec.max_seqlen_q, tile_q)
+    costs = [_cost(spec, row, tile_q, tile_k) for row in range(tiles)]
+    lists: list[list[int]] = [[] for _ in range(programs)]
+    free = [(0.0, p) for p in range(programs)]  # when, and who
+    for head, row in _order(spec, costs):
+        at, p = free[0]
+        lists[p].append(head * tiles + row)
+        heapq.heapreplace(free, (at + costs[row], p))
+    rounds = max(map(len, lists)) + 1  # a number is read before it is known whether there is one
+    columns = [[len(mine), *mine, *[0] * (rounds - len(mine))] for mine in lists]
+    return torch.tensor(columns, dtype=torch.int32).T.contiguous().to(spec.device)
+
+
+def _cost(spec: AttentionSpec, row: int, tile_q: int, tile_k: int) -> float:
+    """How long a query tile takes, in key tiles."""
+    first, _, _, stop = mask.key_tiles(
+        row * tile_q, (row + 1) * tile_q, spec.max_seqlen_q, spec.max_seqlen_k, *spec.window, tile_k
+    )
+    return max(stop - first, 1) + schedule.BETWEEN_QUERY_TILES / tile_k
+
+
+def _order(spec: AttentionSpec, costs: list[float]) -> Iterator[tuple[int, int]]:
+    """(head, query tile), the longest first; but not of all heads at once: of as many as have their keys
+    and values in the L2 cache, where the tiles after the first find them."""
+    row_bytes = (spec.head_dim + spec.head_dim_v) * spec.dtype.itemsize
+    fitting = schedule.KEPT_IN_L2 // (spec.max_seqlen_k * row_bytes)
+    together = max(1, fitting) * spec.group
+    rows = sorted(range(len(costs)), key=lambda row: -costs[row])
+    heads = spec.batch * spec.heads_q
+    for begin in range(0, heads, together):
+        for row in rows:
+            for head in range(begin, min(begin + together, heads)):
+                yield head, row
