@@ -34,10 +34,9 @@ def store(y_ptr, ring, tiles, ROWS: gl.constexpr, COLS: gl.constexpr, EARLY: gl.
         tile = ring.wait_full(i)
         if EARLY:  # the defect: the producer may overwrite what is read below
             ring.release(i)
-        x = tile.load(layout)
+        gl.store(y_ptr + (i * ROWS + rows) * COLS + cols, tile.load(layout))
         if not EARLY:
             ring.release(i)
-        gl.store(y_ptr + (i * ROWS + rows) * COLS + cols, x)
 
 
 @gluon.jit

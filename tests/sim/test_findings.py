@@ -152,6 +152,40 @@ def test_ring_with_a_missing_consumer() -> None:
     assert "1 of 2 arrivals are missing" in text
 
 
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("freed", ["loaded", "renamed"])
+def test_a_stage_is_freed_while_a_load_is_under_way(freed: str, seed: int) -> None:
+    """An H200 did that: the last rows of a tile came from the next one. Every schedule must show it."""
+    report = sim.launch(broken.keep_kernel, (1,), (*broken.descriptors(), 6, freed), seed=seed)
+    assert report.kinds == {"race"}
+    for finding in report.findings:
+        write, load, release, use = finding.sites
+        assert (write.helper, release.helper) == ("load", "release")
+        assert load.line < release.line < use.line
+        assert "stage " in finding.text and "of X" in finding.text
+        assert f"read by 0:keep at {load.place}\n    given back at {release.place}\n" in finding.text
+        assert f"first used at {use.place}\n    A load has read its bytes only when" in finding.text
+
+
+@pytest.mark.parametrize("freed", ["used", "fenced", "ignored"])
+def test_a_stage_may_be_freed_once_its_tile_is_read_or_not_wanted(freed: str) -> None:
+    assert not findings(broken.keep_kernel, *broken.descriptors(), 6, freed)
+
+
+def test_a_product_has_its_left_operand_when_it_begins() -> None:
+    a, _ = broken.descriptors(64, 64, torch.bfloat16)
+    y = torch.zeros(64, 64)
+    assert not findings(broken.multiply_kernel, a, y, 4, False)
+    assert torch.equal(y, torch.full((64, 64), 256.0))
+    assert "of A" in findings(broken.multiply_kernel, a, y, 4, True)["race"]
+
+
+def test_ordinary_stores_do_not_overtake_loads() -> None:
+    y = torch.zeros(128)
+    assert not findings(broken.told, y, 5)
+    assert (y == 5).all()
+
+
 def test_named_barriers_order_and_can_hang() -> None:
     y = torch.zeros(128)
     assert not findings(broken.named_barrier, y, True)

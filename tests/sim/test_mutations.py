@@ -41,9 +41,6 @@ EQUIVALENT = {
     "product": {
         "overlap: early release: k_ring.release(step + 1) before s = warpgroup_mma_wait(1, [s])": "As "
         "in the forward: the release of V orders it.",
-        "finish: wrong mask: i < seqlen_q -> i <= seqlen_q in "
-        "health = gl.where(i < seqlen_q, health, 0.0)": "One row more is asked whether it was lost, and "
-        "is never stored: at worst a second attempt that nobody needed, with the same results.",
     },
     "hopper_demo": {
         "consume: early release: k_ring.release(i) before s = warpgroup_mma_wait(1, [s_token])": "As in "
@@ -72,29 +69,42 @@ EQUIVALENT = {
 BY_HAND = {
     "product": [
         (
+            "attend",
+            "Q is overwritten while it is loaded into registers",
+            "s, o = overlap(W, q, p, o, rings, turns, step, how, scores)\n"
+            "release_q(q_ring, (q_step + turn + 1) * CONSUMERS + W, Q_IN_REGISTERS)",
+            "release_q(q_ring, (q_step + turn + 1) * CONSUMERS + W, Q_IN_REGISTERS)\n"
+            "s, o = overlap(W, q, p, o, rings, turns, step, how, scores)",
+        ),
+        (
             "consume",
             "the second attempt begins at step 0",
-            "attend(W, results, rings, problem, factors, turns, count, count, step, how, False)",
-            "attend(W, results, rings, problem, factors, turns, count, count, none, how, False)",
+            "attend(W, shared, count, count, step, how, False)",
+            "attend(W, shared, count, count, none, how, False)",
         ),
         (
             "consume",
             "the second attempt reads the first Q again",
-            "attend(W, results, rings, problem, factors, turns, count, count, step, how, False)",
-            "attend(W, results, rings, problem, factors, turns, count, none, step, how, False)",
-        ),
-        ("consume", "health is not stored", "healths.slice(W * ROWS, ROWS).store(health)", "pass"),
-        (
-            "consume",
-            "health is announced before it is there",
-            "healths.slice(W * ROWS, ROWS).store(health)\nmbarrier.arrive(done, count=1)",
-            "mbarrier.arrive(done, count=1)\nhealths.slice(W * ROWS, ROWS).store(health)",
+            "attend(W, shared, count, count, step, how, False)",
+            "attend(W, shared, count, none, step, how, False)",
         ),
         (
             "consume",
-            "consumers share one health",
-            "healths.slice(W * ROWS, ROWS).store(health)",
-            "healths.slice(0, ROWS).store(health)",
+            "lost rows are not counted",
+            "ballot.slice(W * ROWS, ROWS).store(lost_rows)",
+            "pass",
+        ),
+        (
+            "consume",
+            "lost rows are announced before they are there",
+            "ballot.slice(W * ROWS, ROWS).store(lost_rows)\nmbarrier.arrive(done, count=1)",
+            "mbarrier.arrive(done, count=1)\nballot.slice(W * ROWS, ROWS).store(lost_rows)",
+        ),
+        (
+            "consume",
+            "consumers share one row of the ballot",
+            "ballot.slice(W * ROWS, ROWS).store(lost_rows)",
+            "ballot.slice(0, ROWS).store(lost_rows)",
         ),
         (
             "produce",
@@ -108,7 +118,7 @@ BY_HAND = {
             "load_tiles(inputs, rings, problem, count, count, step, CONSUMERS, RAGGED)",
             "load_tiles(inputs, rings, problem, count, none, step, CONSUMERS, RAGGED)",
         ),
-        ("finish", "no row is ever lost", "return health", "return gl.where(health == 0, health, 0.0)"),
+        ("finish", "no row is ever lost", "return lost.to(gl.int32)", "return lost.to(gl.int32) * 0"),
         (
             "load_tiles",
             "K is loaded where V should be",
@@ -134,6 +144,20 @@ BY_HAND = {
             "q_ring.acquire((q_step + turn) * CONSUMERS + w, q_desc.block_type.nbytes)",
             "mbarrier.expect(q_ring.full.index(((q_step + turn) * CONSUMERS + w) % q_ring.stages), "
             "q_desc.block_type.nbytes)",
+        ),
+    ],
+    "clusters": [
+        (
+            "work",
+            "an answer is overwritten while it is loaded",
+            "more = answer.is_canceled()\n"
+            "if more:\n"
+            "    tile = answer.program_id(0) + gl.num_programs(0) * answer.program_id(1)\n"
+            "mbarrier.arrive(empty.index(i % 2), count=1)",
+            "mbarrier.arrive(empty.index(i % 2), count=1)\n"
+            "more = answer.is_canceled()\n"
+            "if more:\n"
+            "    tile = answer.program_id(0) + gl.num_programs(0) * answer.program_id(1)",
         ),
     ],
     "forward": [

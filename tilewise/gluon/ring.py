@@ -9,7 +9,8 @@
                              ...                               use tile
                              ring.release(i)                   all of it is read: the stage is free
 
-`i` counts tiles from 0 without end; which stage and which phase that is, is hidden here.
+`i` counts tiles from 0 without end; which stage and which phase that is, is hidden here. What was loaded
+into registers is read once it has been used, and not before: loads run on past barriers.
 """
 
 from triton.experimental import gluon

@@ -13,7 +13,7 @@ import numpy as np
 from tilewise.sim import engine
 from tilewise.sim.asynchronous import agent_for
 from tilewise.sim.barriers import Barriers
-from tilewise.sim.memory import View
+from tilewise.sim.memory import Access, View
 from tilewise.sim.values import BOOL, I32, scalar
 
 ANSWER_BYTES = 16
@@ -21,13 +21,15 @@ _TAKEN = 1  # first word of an answer; the second is the program's number in the
 
 
 class ClcResult:
-    def __init__(self, program: tuple[int, int, int] | None) -> None:
-        self.program = program
+    def __init__(self, program: tuple[int, int, int] | None, load: Access) -> None:
+        self.program, self.load = program, load
 
     def is_canceled(self) -> Any:
+        self.load.use()
         return scalar(self.program is not None, BOOL)
 
     def program_id(self, dim: int) -> Any:
+        self.load.use()
         return scalar(self.program[int(dim)] if self.program else 0, I32)
 
 
@@ -71,10 +73,10 @@ def try_cancel(result: View, barrier: Barriers) -> None:
 def load_result(src: View) -> ClcResult:
     p = engine.current()
     site = p.point()
-    src.access(False, "generic", p.agent, p.clock[p.agent], p.clock, site)
+    load = src.access(False, "generic", p.agent, p.clock[p.agent], p.clock, site)
     first, number = (int(word) for word in src.get("generic"))
     if first != _TAKEN:
         p.cta.cluster.refused = True
-        return ClcResult(None)
+        return ClcResult(None, load)
     x, y, _ = p.cta.grid
-    return ClcResult((number % x, number // x % y, number // (x * y)))
+    return ClcResult((number % x, number // x % y, number // (x * y)), load)

@@ -7,15 +7,18 @@ happened. Barriers, waits, forks and atomics carry clocks from one agent to anot
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class Agent:
     """One thread of action; `tick` counts the steps that others can learn about."""
 
-    __slots__ = ("name", "tick")
+    __slots__ = ("ends", "name", "tick")
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.tick = 0
+        self.ends: dict[int, Any] = {}  # of a partition: the places where its steps were handed on
 
     def advance(self) -> int:
         self.tick += 1

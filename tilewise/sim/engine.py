@@ -285,6 +285,7 @@ class Partition:
 
     def release(self) -> None:
         """What this partition does from here on is not covered by clocks that were copied so far."""
+        self.agent.ends[self.clock[self.agent]] = self.last_site
         self.clock[self.agent] = self.agent.advance()
 
     def fork(self, agent: Agent, in_order: bool = False) -> tuple[Clock, Clock, int]:

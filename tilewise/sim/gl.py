@@ -66,20 +66,21 @@ def convert_layout(value: Any, layout: Any, assert_trivial: bool = False) -> Any
     if isinstance(value, Pointer):
         return Pointer(value.memory, value.offset, layout)
     charge("layout", 0 if assert_trivial else value.numel, value.np_dtype)
-    return Tensor(value.np, layout)
+    same = assert_trivial or layout == value.layout
+    return value.renamed(value.held, layout) if same else Tensor(value.np, layout)
 
 
 def set_auto_layout(value: Any, layout: Any) -> Any:
-    return Tensor(value.np, layout)
+    return value.renamed(value.held, layout)
 
 
 def reshape(input: Tensor, *shape: Any, can_reorder: bool = False) -> Tensor:
-    return Tensor(input.np.reshape(_flat(shape)))
+    return input.renamed(input.held.reshape(_flat(shape)))
 
 
 def permute(input: Tensor, *order: Any) -> Tensor:
     order = _flat(order)
-    return Tensor(input.np.transpose(order or None))
+    return input.renamed(input.held.transpose(order or None))
 
 
 def _flat(args: tuple[Any, ...]) -> tuple[int, ...]:
@@ -96,16 +97,18 @@ def expand_dims(input: Any, axis: Any) -> Any:
 
 
 def broadcast(input: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
-    a, b = np.broadcast_arrays(input.np, other.np)
-    return Tensor(a, input.layout), Tensor(b, other.layout)
+    a, b = np.broadcast_arrays(input.held, other.held)
+    return input.renamed(a, input.layout), other.renamed(b, other.layout)
 
 
 def broadcast_to(input: Any, *shape: Any) -> Tensor:
-    return Tensor(np.broadcast_to(raw(input), _flat(shape)), getattr(input, "layout", None))
+    if isinstance(input, Tensor):
+        return input.renamed(np.broadcast_to(input.held, _flat(shape)), input.layout)
+    return Tensor(np.broadcast_to(raw(input), _flat(shape)))
 
 
 def ravel(x: Tensor) -> Tensor:
-    return Tensor(x.np.reshape(-1))
+    return x.renamed(x.held.reshape(-1))
 
 
 def join(a: Any, b: Any) -> Tensor:

@@ -3,6 +3,9 @@
 Shared memory has two images. `generic` is what loads and stores of a partition see; `async_` is what TMA
 and MMA see. A store reaches the second at the next fence, or at a moment nobody knows. Tensor memory
 has one image. Views are by byte, so a buffer that is reinterpreted or overlaid is checked exactly.
+
+A load into registers is under way until its value is used. Barriers order when it was issued, which is
+enough for later loads and stores, as these go down the same pipeline; TMA may overtake it.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ import dis
 import linecache
 import re
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,15 +30,39 @@ from tilewise.sim.regions import Region, inside, overlap, region
 class Access:
     """One entry of a buffer's log."""
 
-    __slots__ = ("agent", "fences", "flush", "proxy", "region", "site", "tick", "write")
+    __slots__ = (
+        "agent",
+        "flush",
+        "overtaken",
+        "proxy",
+        "region",
+        "settled",
+        "site",
+        "tick",
+        "used",
+        "write",
+    )
 
     def __init__(
         self, where: Region, write: bool, proxy: str, agent: Agent, tick: int, site: Site
     ) -> None:
         self.region, self.write, self.proxy = where, write, proxy
         self.agent, self.tick, self.site = agent, tick, site
-        self.fences: list[tuple[Agent, int]] = []
+        # Of the generic proxy: the steps after which the async proxy may touch the bytes. These are
+        # fences and, of a load into registers, the first use of its value.
+        self.settled: Clock = {}
+        self.used: Site | None = None
+        self.overtaken: Callable[[], None] | None = None  # says so, if the value is used after all
         self.flush: Callable[[], None] | None = None
+
+    def use(self) -> None:
+        """An instruction needs the value that was loaded."""
+        if self.used is None:
+            p = engine.current()
+            self.used = p.site()
+            self.settled.setdefault(p.agent, p.clock[p.agent])
+            if self.overtaken:
+                self.overtaken()
 
     def __str__(self) -> str:
         """Who did what where; of an asynchronous operation, where and by whom it was issued."""
@@ -78,11 +106,14 @@ class Buffer:
                 text = f"{label}\n    {record}\n    is not ordered after the {other}"
                 key = (self.name, site[:3], other.site[:3])
                 engine.report("race", text, site, other.site, key=key)
-            elif self._unfenced(other, proxy, known):
+            elif self._unsettled(other, record, known) and not other.write:
+                self._overtakes(record, known, other, label)
+            elif self._unsettled(other, record, known):
                 text = f"{label}\n    {record}\n    follows the {other} without fence_async_shared"
                 key = (self.name, site[:3], other.site[:3])
                 engine.report("fence", text, site, other.site, key=key)
-            replaced = ordered and (write or (not other.write and other.agent is agent))
+            over = other.used is not None or other.proxy == "async" or self.space == "tensor"
+            replaced = ordered and (write or (not other.write and over and other.agent is agent))
             if not (replaced and inside(other.region, where)):
                 keep.append(other)
         written = where.view(self.written)
@@ -97,18 +128,33 @@ class Buffer:
         self.log = keep
         return record
 
-    def _unfenced(self, other: Access, proxy: str, known: Clock) -> bool:
-        """Is this the async proxy touching what the generic proxy wrote, with no fence between?"""
-        if not (
-            other.write and proxy == "async" and other.proxy == "generic" and self.space == "shared"
-        ):
+    def _unsettled(self, other: Access, record: Access, known: Clock) -> bool:
+        """Does the async proxy touch what the generic proxy may still be busy with?"""
+        proxies = other.proxy, record.proxy
+        if proxies != ("generic", "async") or self.space != "shared":
             return False
-        return not any(knows(known, a, t) for a, t in other.fences)
+        conflict = other.write or record.write
+        return conflict and not any(knows(known, a, t) for a, t in other.settled.items())
+
+    def _overtakes(self, write: Access, known: Clock, load: Access, label: str) -> None:
+        """A write of the async proxy waits until the load is issued, but not until it is done."""
+        if load.used is None:  # perhaps it never is: then it does not matter what was loaded
+            load.overtaken = partial(self._overtakes, write, known, load, label)
+            return
+        freed = load.agent.ends.get(known[load.agent]) or load.site
+        text = (
+            f"{label}\n    {write}\n    is not ordered after the end of the {load}\n"
+            f"    given back at {freed.place}\n    but first used at {load.used.place}\n"
+            "    A load has read its bytes only when its value is used: give them back after that, "
+            "or after fence_async_shared"
+        )
+        key = (self.name, write.site[:3], load.site[:3])
+        engine.report("race", text, write.site, load.site, freed, load.used, key=key)
 
     def fence(self, agent: Agent, clock: Clock) -> None:
         for record in self.log:
-            if record.write and record.proxy == "generic" and knows(clock, record.agent, record.tick):
-                record.fences.append((agent, clock[agent]))
+            if record.proxy == "generic" and knows(clock, record.agent, record.tick):
+                record.settled.setdefault(agent, clock[agent])
                 if record.flush:
                     record.flush()
 

@@ -39,7 +39,8 @@ class SharedView(View):
 
     def gather(self, indices: Tensor, axis: int) -> Tensor:
         whole = self.load(indices.layout)
-        return Tensor(np.take_along_axis(whole.np, indices.np.astype(np.int64), axis), indices.layout)
+        picked = np.take_along_axis(whole.held, indices.np.astype(np.int64), axis)
+        return whole.renamed(picked, indices.layout)
 
     def scatter(self, values: Tensor, indices: Tensor, axis: int) -> None:
         p = engine.current()
@@ -80,14 +81,14 @@ def own_part(layout: Any, view: View, p: Partition) -> Any:
 def read_tile(view: View, layout: Any, p: Partition, site: Site) -> Tensor:
     """Read what this CTA's registers hold of a tile; the rest of the tile is poison."""
     pieces = view.pieces(own_part(layout, view, p))
-    for _, part in pieces:
-        part.access(False, "generic", p.agent, p.clock[p.agent], p.clock, site)
+    who = p.agent, p.clock[p.agent], p.clock, site
+    loads = [part.access(False, "generic", *who) for _, part in pieces]
     if len(pieces) == 1 and pieces[0][0] is ...:
-        return Tensor(view.get("generic"), layout)
+        return Tensor(view.get("generic"), layout, loads=loads)
     tile = np.full(view.np_shape, poison(view.np_dtype))
     for where, part in pieces:
         tile[where] = part.get("generic")
-    return Tensor(tile, layout)
+    return Tensor(tile, layout, loads=loads)
 
 
 def store_generic(

@@ -7,13 +7,16 @@ business, this looks at values and at order.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from tilewise.sim import engine, numerics
 from tilewise.sim.dtypes import GLUON, constant_type, is_float, promote, to_numpy
+
+if TYPE_CHECKING:
+    from tilewise.sim.memory import Access
 
 DType = np.dtype[Any]
 BOOL, I32, I64, F32 = (np.dtype(t) for t in ("bool", "int32", "int64", "float32"))
@@ -154,22 +157,40 @@ def common_layout(result: Any, *values: Any) -> Any:
 
 
 class Tensor:
-    """A tile in registers: an array, its layout, and the MMA that owns the registers, if any."""
+    """A tile in registers: an array, its layout, the MMA that owns the registers, if any, and the loads
+    from shared memory that may still be filling them.
+    """
 
-    __slots__ = ("_array", "busy", "factors", "layout")
+    __slots__ = ("_array", "busy", "factors", "layout", "loads")
     __hash__ = None  # type: ignore[assignment]
 
-    def __init__(self, array: Any, layout: Any = None, busy: Any = None) -> None:
+    def __init__(
+        self, array: Any, layout: Any = None, busy: Any = None, loads: Sequence[Access] = ()
+    ) -> None:
         self._array = np.asarray(array)
         self.layout = layout
         self.busy = busy
+        self.loads = loads
         self.factors: tuple[Any, Any] | None = None  # of a product, for fused multiply-add
 
     @property
     def np(self) -> Any:
+        """The array for an instruction that needs its values."""
+        for load in self.loads:
+            load.use()
+        self.loads = ()
+        return self.held
+
+    @property
+    def held(self) -> Any:
+        """The array for what only gives the registers another name, and waits for no load."""
         if self.busy is not None:
             self.busy.touch(self)
         return self._array
+
+    def renamed(self, array: Any, layout: Any = None) -> Tensor:
+        """The same registers as another tile, whose loads are still under way."""
+        return Tensor(array, layout, loads=self.loads)
 
     @property
     def untouched(self) -> Any:
@@ -216,14 +237,16 @@ class Tensor:
         for axis, i in enumerate(index):
             if i is None and getattr(layout, "dim", None) == axis:
                 layout = layout.parent
-        return Tensor(self.np[index], layout)
+        return self.renamed(self.held[index], layout)
 
     def to(self, dtype: Any, fp_downcast_rounding: Any = None, bitcast: bool = False) -> Tensor:
         target = to_numpy(dtype)
-        array = self.np
         if bitcast:
-            return Tensor(np.ascontiguousarray(array).view(target), self.layout)
-        charge("convert", array.size, target)
+            return self.renamed(np.ascontiguousarray(self.held).view(target), self.layout)
+        charge("convert", self.numel, target)
+        if target == self.np_dtype:
+            return self.renamed(self.held, self.layout)
+        array = self.np
         with np.errstate(all="ignore"):
             if target == BOOL:
                 array = array != 0

@@ -150,6 +150,96 @@ def ring_kernel(x_desc, y_desc, tiles, EARLY: gl.constexpr, LATE: gl.constexpr, 
 
 
 @gluon.jit
+def keep(y_desc, ring, tiles, FREED: gl.constexpr):
+    """Loads tiles into registers, where they must have arrived when their stages are FREED."""
+    acc = gl.zeros(y_desc.block_shape, gl.float32, LAYOUT)
+    for i in range(tiles):
+        x = ring.wait_full(i).load(LAYOUT)
+        if FREED == "fenced":
+            fence_async_shared()
+        if FREED == "renamed":
+            x = gl.convert_layout(x, LAYOUT).to(gl.float32).reshape([32, 32])  # no instruction
+        if FREED != "used":
+            ring.release(i)
+        if FREED != "ignored":
+            acc += x
+        if FREED == "used":
+            ring.release(i)
+    write_out(y_desc, acc)
+
+
+@gluon.jit
+def keep_kernel(x_desc, y_desc, tiles, FREED: gl.constexpr):
+    layout: gl.constexpr = x_desc.layout
+    ring = make_ring("X", gl.float32, [32, 32], layout, 2, 1)
+    gl.warp_specialize(
+        [(keep, (y_desc, ring, tiles, FREED)), (produce, (x_desc, ring, tiles, False))], [1], [24]
+    )
+
+
+@gluon.jit
+def multiply(y_ptr, ring, tiles, EARLY: gl.constexpr):
+    """The left operand of a product comes out of registers, where it must have arrived."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    b = gl.allocate_shared_memory(gl.bfloat16, [64, 64], ring.buffer.layout)
+    b.store(gl.full([64, 64], 1.0, gl.bfloat16, layout))
+    fence_async_shared()
+    acc = gl.zeros([64, 64], gl.float32, layout)
+    for i in range(tiles):
+        a = ring.wait_full(i).load(gl.DotOperandLayout(0, layout, 2))
+        if EARLY:
+            ring.release(i)
+        token = warpgroup_mma(a, b, acc, is_async=True)
+        if not EARLY:
+            ring.release(i)
+        acc = warpgroup_mma_wait(0, [token])
+    rows = gl.arange(0, 64, gl.SliceLayout(1, layout))[:, None]
+    cols = gl.arange(0, 64, gl.SliceLayout(0, layout))[None, :]
+    gl.store(y_ptr + rows * 64 + cols, acc)
+
+
+@gluon.jit
+def multiply_kernel(a_desc, y_ptr, tiles, EARLY: gl.constexpr):
+    layout: gl.constexpr = a_desc.layout
+    ring = make_ring("A", gl.bfloat16, [64, 64], layout, 1, 1)
+    gl.warp_specialize(
+        [(multiply, (y_ptr, ring, tiles, EARLY)), (produce, (a_desc, ring, tiles, False))], [1], [24]
+    )
+
+
+@gluon.jit
+def tell(smem, full, empty, rounds):
+    for i in range(rounds):
+        mbarrier.wait(empty, (i & 1) ^ 1)
+        smem.store(gl.full([128], 1.0, gl.float32, LINE))
+        mbarrier.arrive(full, count=1)
+
+
+@gluon.jit
+def hear(smem, full, empty, rounds, y_ptr):
+    acc = gl.zeros([128], gl.float32, LINE)
+    for i in range(rounds):
+        mbarrier.wait(full, i & 1)
+        x = smem.load(LINE)
+        mbarrier.arrive(empty, count=1)  # at once: stores cannot overtake the load
+        acc += x
+    gl.store(y_ptr + gl.arange(0, 128, LINE), acc)
+
+
+@gluon.jit
+def told(y_ptr, rounds):
+    """One partition hands numbers to another by ordinary stores."""
+    smem = gl.allocate_shared_memory(gl.float32, [128], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(full, count=1)
+    mbarrier.init(empty, count=1)
+    gl.warp_specialize(
+        [(hear, (smem, full, empty, rounds, y_ptr)), (tell, (smem, full, empty, rounds))], [4], [24]
+    )
+
+
+@gluon.jit
 def leader(turn, rounds):
     for i in range(rounds):
         mbarrier.wait(turn, i & 1)

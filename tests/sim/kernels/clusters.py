@@ -30,8 +30,8 @@ def multicast_kernel(x_desc, y_ptr, tiles, ROWS: gl.constexpr, COLS: gl.constexp
         tma.async_load(x_desc, [i * ROWS, 0], full, smem, multicast=True)
         mbarrier.wait(full, i & 1)
         x = smem.load(layout)
-        mbarrier.arrive(empty, count=1)
         gl.store(y_ptr + (i * ROWS + rows) * COLS + cols, x * 2.0)
+        mbarrier.arrive(empty, count=1)
 
 
 def multicast(x):

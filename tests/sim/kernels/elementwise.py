@@ -22,11 +22,11 @@ def read(x_desc, ring, tiles, ROWS: gl.constexpr):
 def compute(y_desc, ring, out, tiles, ROWS: gl.constexpr, layout: gl.constexpr):
     for i in range(tiles):
         x = ring.wait_full(i).load(layout)
-        ring.release(i)
         tma_store_wait(1)  # the store before last has read its half of `out`
         thread_barrier()
         half = out.index(i % 2)
         half.store(x * 2.0 + 1.0)
+        ring.release(i)  # not before x was needed: until then it may not have been read
         fence_async_shared()
         thread_barrier()
         tma_store(y_desc, [(i * gl.num_programs(0) + gl.program_id(0)) * ROWS, 0], half)

@@ -117,6 +117,7 @@ def consumer(
         o = gl.zeros([64, D], gl.float32, o_l)
         mbarrier.wait(q_full.index(W), k_tile & 1)
         q = q_s.index(W).load(q_l)
+        fence_async_shared()  # or the next Q, copied by TMA, might overtake the load
         mbarrier.arrive(q_empty.index(W), count=1)
         st = it % STAGES
         ph = (it // STAGES) & 1
