@@ -46,7 +46,7 @@ FEATURES = {
 
 _ALL = frozenset(FEATURES) - {"fp8"}
 _TRITON = _ALL - {"fp64", "bias", "alibi", "sink", "dropout"}
-_HOPPER = _TRITON - {"fp32", "lse_grad", "varlen", "seqused"}
+_HOPPER = _TRITON - {"fp32", "lse_grad"}
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,6 @@ KERNELS: tuple[Kernel, ...] = (
         _HOPPER,
         frozenset(),
         _hopper,
-        reserved="FlashAttention-3 is new here and runs only when asked for by name",
     ),
     Kernel("triton", "fa2", "tilewise.backends.triton.fa2", _TRITON, _TRITON, _triton),
     Kernel("cpu", "fa1", "tilewise.backends.cpu.fa1", _ALL, _ALL, _cpu, _TEACHING),

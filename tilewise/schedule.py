@@ -127,22 +127,25 @@ class HopperTile(NamedTuple):
     maxnreg: int  # of every thread at launch
 
 
-# (kernel, largest head dim it serves) -> tile, for 2-byte elements.
-_HOPPER_GLUON: dict[tuple[str, int], HopperTile] = {
-    ("forward", 64): HopperTile(3, 128, 3, 2, False, True, True, 160, 128),
-    ("forward", 128): HopperTile(2, 128, 2, 1, True, False, True, 240, 168),
-    ("forward", 256): HopperTile(2, 64, 2, 1, False, True, False, 240, 168),
+# (kernel, largest head dim it serves, masked) -> tile, for 2-byte elements.
+_HOPPER_GLUON: dict[tuple[str, int, bool], HopperTile] = {
+    ("forward", 64, False): HopperTile(3, 128, 3, 2, False, True, True, 160, 128),
+    ("forward", 64, True): HopperTile(3, 128, 3, 2, False, True, True, 160, 128),
+    ("forward", 128, False): HopperTile(2, 128, 2, 1, True, False, True, 240, 168),
+    ("forward", 128, True): HopperTile(2, 128, 2, 1, True, False, True, 240, 168),
+    ("forward", 256, False): HopperTile(2, 64, 2, 1, False, True, False, 240, 168),
+    ("forward", 256, True): HopperTile(2, 64, 2, 1, False, False, False, 240, 168),
 }
 
 
-def hopper_tile(kernel: str, head_dim: int) -> HopperTile:
+def hopper_tile(kernel: str, head_dim: int, masked: bool) -> HopperTile:
     """The tile of a Gluon kernel for Hopper; head_dim is the larger of both."""
-    return next(_HOPPER_GLUON[kernel, dim] for dim in (64, 128, 256) if head_dim <= dim)
+    return next(_HOPPER_GLUON[kernel, dim, masked] for dim in (64, 128, 256) if head_dim <= dim)
 
 
-# Bytes of keys and values that stay in the L2 cache while a kernel runs: an H200 has 50 MB, in two
-# halves that keep copies.
-KEPT_IN_L2 = 16 * 2**20
+# Bytes of keys and values that stay in the L2 cache while a kernel runs. An H200 has 50 MB, in two
+# halves that keep copies; 8 to 32 MB measure alike, and less is safer.
+KEPT_IN_L2 = 8 * 2**20
 # What a Hopper kernel loses from one query tile to the next, in keys.
 BETWEEN_QUERY_TILES = 192
 

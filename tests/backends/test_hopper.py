@@ -24,8 +24,7 @@ from tilewise.backends.hopper.launch import plan_forward
 
 KERNEL = "hopper/fa3"
 ROW = next(k for k in dispatch.KERNELS if k.name == KERNEL)
-# What is right here but not yet offered, having failed on a GPU.
-SUPPORTED = ROW.forward | {"varlen", "seqused"}
+SUPPORTED = ROW.forward
 PROGRAMS = 3  # so few that each has several query tiles
 RANDOM = 30
 
@@ -33,7 +32,7 @@ RANDOM = 30
 @pytest.fixture(autouse=True)
 def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The kernel says that it can run here, and a GPU has PROGRAMS multiprocessors."""
-    row = replace(ROW, unavailable=lambda device: None, forward=SUPPORTED)
+    row = replace(ROW, unavailable=lambda device: None)
     monkeypatch.setattr(dispatch, "KERNELS", (row,))
     monkeypatch.setattr(schedule, "multiprocessors", lambda device: PROGRAMS)
     plan_forward.cache_clear()
@@ -128,6 +127,23 @@ def test_rows_that_outgrow_their_anchor_are_computed_again(dim: int, causal: boo
     want = torch.einsum("bhij,bjhd->bihd", scores.softmax(-1), v.double())
     assert (out.double() - want).norm() / want.norm() < 5e-3
     torch.testing.assert_close(lse.double(), scores.logsumexp(-1), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("shift", [-150.0, -25.0, 60.0, 150.0])
+@pytest.mark.parametrize("lengths", [(200, 230), (130, 150)])
+def test_rows_that_see_nothing_of_the_first_key_tile(lengths, shift: float):
+    """Nothing is subtracted from their scores: far below 0 all weights are too small to keep their
+    digits, or 0, as if the row saw nothing; far above, infinite."""
+    p = Problem((lengths,), 1, 2, 128, 128, "bf16", causal=True, shift=shift)
+    simulate(p)
+
+
+def test_packed_sequences_when_few_heads_fit_the_cache(monkeypatch: pytest.MonkeyPatch):
+    """Which tile a program works on then depends on how many heads are worked on together."""
+    monkeypatch.setattr(schedule, "KEPT_IN_L2", 2 * 300 * 512)  # two heads of 300 keys
+    lengths = ((5, 200), (200, 5), (0, 30), (140, 300), (64, 0))
+    simulate(Problem(lengths, 5, 1, 128, 128, "bf16", varlen=True, causal=True, tail=(3, 2)))
+    simulate(Problem(lengths, 3, 3, 128, 128, "bf16", varlen=True))
 
 
 def test_what_the_copy_engine_cannot_address_is_copied_first():

@@ -38,6 +38,14 @@ def agenda(spec: AttentionSpec, tile_q: int, tile_k: int, programs: int) -> Tens
     return torch.tensor(columns, dtype=torch.int32).T.contiguous().to(spec.device)
 
 
+def heads_together(spec: AttentionSpec) -> int:
+    """How many query heads to work on at once: those whose keys and values fit the L2 cache, where all
+    query tiles but the first few find them."""
+    row_bytes = (spec.head_dim + spec.head_dim_v) * spec.dtype.itemsize
+    fitting = schedule.KEPT_IN_L2 // (max(1, spec.max_seqlen_k) * row_bytes)
+    return min(max(1, fitting) * spec.group, spec.batch * spec.heads_q)
+
+
 def _cost(spec: AttentionSpec, row: int, tile_q: int, tile_k: int) -> float:
     """How long a query tile takes, in key tiles."""
     first, _, _, stop = mask.key_tiles(
@@ -47,11 +55,8 @@ def _cost(spec: AttentionSpec, row: int, tile_q: int, tile_k: int) -> float:
 
 
 def _order(spec: AttentionSpec, costs: list[float]) -> Iterator[tuple[int, int]]:
-    """(head, query tile), the longest first; but not of all heads at once: of as many as have their keys
-    and values in the L2 cache, where the tiles after the first find them."""
-    row_bytes = (spec.head_dim + spec.head_dim_v) * spec.dtype.itemsize
-    fitting = schedule.KEPT_IN_L2 // (spec.max_seqlen_k * row_bytes)
-    together = max(1, fitting) * spec.group
+    """(head, query tile), the longest first of as many heads as are worked on together."""
+    together = heads_together(spec)
     rows = sorted(range(len(costs)), key=lambda row: -costs[row])
     heads = spec.batch * spec.heads_q
     for begin in range(0, heads, together):

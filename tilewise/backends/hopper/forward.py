@@ -331,7 +331,7 @@ def finish(W: gl.constexpr, o, top, total, i, tile, results, problem, RAGGED: gl
     they may have lost digits, though it sees keys. (An anchor is the score of a key, of weight 1; but
     rows that see none in the first tile have 0.)
     """
-    o_desc, o_s, o_ptr, o_strides, lse_ptr, lse_strides, DV = results
+    o_desc, o_s, o_ptr, o_strides, lse_ptr, lse_strides, columns = results
     b, head, q_start, start_q, seqlen_q, start_k, seqlen_k, seen_k = tile
     layout: gl.constexpr = o.type.layout
     left, right = problem[3]
@@ -356,16 +356,27 @@ def finish(W: gl.constexpr, o, top, total, i, tile, results, problem, RAGGED: gl
     else:
         o_base = o_ptr + b.to(gl.int64) * o_strides[0] + head.to(gl.int64) * o_strides[2]
         rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
-        columns = gl.arange(0, o.shape[1], gl.SliceLayout(0, layout))
-        inside = (rows < seqlen_q)[:, None] & (columns < DV)[None, :]
-        at = (start_q + rows).to(gl.int64)[:, None] * o_strides[1] + columns[None, :]
+        column = gl.arange(0, o.shape[1], gl.SliceLayout(0, layout))
+        inside = (rows < seqlen_q)[:, None] & (column < columns)[None, :]
+        at = (start_q + rows).to(gl.int64)[:, None] * o_strides[1] + column[None, :]
         gl.store(o_base + at, o, mask=inside)
     return lost.to(gl.int32)
 
 
 # Sizes are not compiled in, whatever they are: one kernel serves all.
 @gluon.jit(
-    do_not_specialize=["max_q", "max_k", "heads", "group", "batch_heads", "left", "right", "tiles"]
+    do_not_specialize=[
+        "max_q",
+        "max_k",
+        "heads",
+        "group",
+        "batch_heads",
+        "together",
+        "left",
+        "right",
+        "tiles",
+        "columns",
+    ]
 )
 def forward_kernel(
     q_desc,
@@ -386,12 +397,13 @@ def forward_kernel(
     heads,
     group,
     batch_heads,
+    together,
     left,
     right,
     scale,
     softcap,
     tiles,
-    DV: gl.constexpr,
+    columns,  # of the output, up to BLOCK_DV
     BLOCK_D: gl.constexpr,
     BLOCK_DV: gl.constexpr,
     CONSUMERS: gl.constexpr,
@@ -427,14 +439,14 @@ def forward_kernel(
     if o_desc is not None:
         o_s = gl.allocate_shared_memory(DTYPE, [CONSUMERS, ROWS, BLOCK_DV], rows_dv)
         label_stages(o_s, "O")
-        results = (o_desc, o_s, o_ptr, o_strides, lse_ptr, lse_strides, DV)
+        results = (o_desc, o_s, o_ptr, o_strides, lse_ptr, lse_strides, columns)
     else:
-        results = (o_desc, o_desc, o_ptr, o_strides, lse_ptr, lse_strides, DV)
+        results = (o_desc, o_desc, o_ptr, o_strides, lse_ptr, lse_strides, columns)
 
     inputs = (q_desc, k_desc, v_desc)
     rings = (q_ring, k_ring, v_ring)
     lengths = (cu_q, cu_k, used_q, used_k, max_q, max_k)
-    problem = ((tiles, agenda), lengths, (heads, group, batch_heads), (left, right))
+    problem = ((tiles, agenda), lengths, (heads, group, batch_heads, together), (left, right))
     factors = (scale, softcap)
     verdict = (ballot, done)
     shared = (results, rings, problem, factors, turns)

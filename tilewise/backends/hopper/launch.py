@@ -12,7 +12,7 @@ from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tilewise import mask, schedule
-from tilewise.backends.hopper.agenda import agenda
+from tilewise.backends.hopper.agenda import agenda, heads_together
 from tilewise.backends.relaunch import Relaunch
 from tilewise.backends.triton.launch import lengths, on_device, score_factors, strides
 from tilewise.gluon.ragged import dense_rows, ragged_rows
@@ -45,17 +45,18 @@ class Plan(NamedTuple):
 def plan_forward(spec: AttentionSpec) -> Plan:
     """Tile, number of programs and scalar arguments of the forward for a spec."""
     blocks = tuple(max(64, triton.next_power_of_2(d)) for d in (spec.head_dim, spec.head_dim_v))
-    tile = schedule.hopper_tile("forward", max(blocks))
+    tile = schedule.hopper_tile("forward", max(blocks), spec.window != (None, None))
     tiles = spec.batch * spec.heads_q * triton.cdiv(spec.max_seqlen_q, tile.consumers * ROWS)
     arguments = {
         "heads": spec.heads_q,
         "group": spec.group,
         "batch_heads": spec.batch * spec.heads_q,
+        "together": heads_together(spec),
         "left": spec.window_left,
         "right": spec.window_right,
         **score_factors(spec),
         "tiles": tiles,
-        "DV": spec.head_dim_v,
+        "columns": spec.head_dim_v,
         "BLOCK_D": blocks[0],
         "BLOCK_DV": blocks[1],
         "CONSUMERS": tile.consumers,

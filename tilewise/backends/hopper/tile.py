@@ -54,13 +54,17 @@ def query_tile(t, problem, TILE_Q: gl.constexpr):
     """
     work, lengths, counts, window = problem
     cu_q, cu_k, used_q, used_k, max_q, max_k = lengths
-    heads, group, batch_heads = counts
+    heads, group, batch_heads, together = counts
     left, right = window
     tiles = gl.cdiv(max_q, TILE_Q)
     if cu_q is not None or used_q is not None or used_k is not None:
-        # Last queries first: under a causal mask they see the most keys, and are of long sequences.
-        number = t % batch_heads
-        row = tiles - 1 - t // batch_heads
+        # Last queries first: under a causal mask they see the most keys, and are of long sequences. But
+        # of `together` heads at a time, whose keys and values fit the L2 cache.
+        begin = t // (together * tiles) * together
+        place = t % (together * tiles)
+        abreast = min(together, batch_heads - begin)
+        number = begin + place % abreast
+        row = tiles - 1 - place // abreast
     else:
         number = t // tiles
         row = t % tiles
