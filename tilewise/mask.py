@@ -56,16 +56,17 @@ def visible(i, j, seqlen_q, seqlen_k, left, right):
 
 
 def key_range(i, seqlen_q, seqlen_k, left, right):
-    """``(first, stop)``: query ``i`` of the sequence sees the keys in ``[first, stop)``, if any.
+    """``(first, stop)``: query ``i`` of the sequence sees the keys in ``[first, stop)`` that exist.
 
-    ``visible`` as bounds. In a kernel, i may be a block of positions.
+    ``visible`` as bounds, which may lie outside of ``[0, seqlen_k)``; broadcasts over arrays of
+    positions.
     """
     first = 0
     stop = seqlen_k
     if left is not None:
-        first = max(0, i + seqlen_k - seqlen_q - left)
+        first = i + seqlen_k - seqlen_q - left
     if right is not None:
-        stop = min(seqlen_k, i + seqlen_k - seqlen_q + right + 1)
+        stop = i + seqlen_k - seqlen_q + right + 1
     return first, stop
 
 

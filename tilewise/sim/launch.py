@@ -17,7 +17,7 @@ import torch
 from triton.experimental.gluon import language as real
 from triton.runtime import jit as triton_jit
 
-from tilewise.sim import gl, hopper, names
+from tilewise.sim import hopper, names
 from tilewise.sim.control import runtime_range
 from tilewise.sim.cost import RandomCost
 from tilewise.sim.cta import Cluster, Cta
@@ -25,7 +25,7 @@ from tilewise.sim.engine import Engine, Partition
 from tilewise.sim.findings import Report
 from tilewise.sim.global_memory import Descriptor, GlobalTensor
 from tilewise.sim.options import Options
-from tilewise.sim.values import BOOL, F32, I32, I64, Pointer, Tensor, scalar
+from tilewise.sim.values import BOOL, F32, I32, I64, Pointer, scalar
 
 _BUILTIN = "__triton_builtin__"
 _TRITON_ADDS = ("debug", "instrumentation_mode", "fpsan_homomorphic_casts")  # whatever its version
@@ -221,15 +221,6 @@ def intercept(**options: Any) -> Iterator[list[Report]]:
         yield reports
 
 
-def _either(of_numbers: Callable[..., Any], of_blocks: Callable[..., Any]) -> Callable[..., Any]:
-    """min or max as a kernel means it: element by element where a block is among the two."""
-
-    def choose(a: Any, b: Any) -> Any:
-        return (of_blocks if isinstance(a, Tensor) or isinstance(b, Tensor) else of_numbers)(a, b)
-
-    return choose
-
-
 class Jitted:
     """A jit function inside the simulator: called like any other."""
 
@@ -312,8 +303,6 @@ class Rebinder:
                 if not name.startswith("__"):
                     space[name] = self.rebind(value)
             space["range"] = runtime_range
-            space["min"] = _either(min, gl.minimum)
-            space["max"] = _either(max, gl.maximum)
         for cell, old in zip(cells, fn.__closure__ or (), strict=True):
             with contextlib.suppress(ValueError):  # a cell that is still empty
                 cell.cell_contents = self.rebind(old.cell_contents)

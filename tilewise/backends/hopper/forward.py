@@ -277,7 +277,7 @@ def masked(s, n, keys, i, tile, runs, problem):
     """Scores of key tile n with -inf where a query does not see a key."""
     left, right = problem[3]
     if (n < runs[1]) | (n >= runs[2]):
-        first, stop = key_range(i, tile[4], tile[6], left, right)
+        first, stop = key_range(i, tile, problem)
         j = n * keys.shape[0] + keys
         if right is None:
             seen = (j < stop)[None, :]
@@ -334,9 +334,8 @@ def finish(W: gl.constexpr, o, top, total, i, tile, results, problem, RAGGED: gl
     o_desc, o_s, o_ptr, o_strides, lse_ptr, lse_strides, columns = results
     b, head, q_start, start_q, seqlen_q, start_k, seqlen_k, seen_k = tile
     layout: gl.constexpr = o.type.layout
-    left, right = problem[3]
     overflow = gl.convert_layout(gl.sum(o * 0.0, 1), total.type.layout) + total * 0.0 != 0
-    first, stop = key_range(i, seqlen_q, seqlen_k, left, right)
+    first, stop = key_range(i, tile, problem)
     lost = (i < seqlen_q) & (first < stop) & (overflow | (total < LEAST_SUM))
     dead = total == 0  # rows that saw no key
     total = gl.where(dead, 1.0, total)

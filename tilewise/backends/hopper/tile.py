@@ -13,7 +13,7 @@ from tilewise.backends.triton import tile as portable
 
 key_tiles = gluon.jit(mask.key_tiles)
 key_span = gluon.jit(mask.key_span)
-key_range = gluon.jit(mask.key_range)
+_key_range = gluon.jit(mask.key_range)
 finite = gluon.jit(portable.finite.fn)
 logits = gluon.jit(portable.logits.fn)
 sequence_rows = gluon.jit(portable.sequence_rows.fn)
@@ -76,6 +76,14 @@ def query_tile(t, problem, TILE_Q: gl.constexpr):
     if cu_q is not None:
         b = b * 0  # packed tensors have no batch dimension
     return b, head, row * TILE_Q, start_q, seqlen_q, start_k + low, seqlen_k - low, high - low
+
+
+@gluon.jit
+def key_range(i, tile, problem):
+    """``mask.key_range`` of queries i, within the sequence: none are seen if it is empty."""
+    left, right = problem[3]
+    first, stop = _key_range(i, tile[4], tile[6], left, right)
+    return gl.maximum(first, 0), gl.minimum(stop, tile[6])
 
 
 @gluon.jit
