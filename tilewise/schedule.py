@@ -127,20 +127,26 @@ class HopperTile(NamedTuple):
     maxnreg: int  # of every thread at launch
 
 
-# (kernel, largest head dim it serves, masked) -> tile, for 2-byte elements.
+# (kernel, largest head dim it serves, masked) -> tile, for 2-byte elements. 192 is for values of 128.
 _HOPPER_GLUON: dict[tuple[str, int, bool], HopperTile] = {
     ("forward", 64, False): HopperTile(3, 128, 3, 2, False, True, True, 160, 128),
     ("forward", 64, True): HopperTile(3, 128, 3, 2, False, True, True, 160, 128),
     ("forward", 128, False): HopperTile(2, 128, 2, 1, True, False, True, 240, 168),
     ("forward", 128, True): HopperTile(2, 128, 2, 1, True, False, True, 240, 168),
+    ("forward", 192, False): HopperTile(2, 128, 2, 1, False, False, False, 240, 168),
+    ("forward", 192, True): HopperTile(2, 128, 2, 1, False, False, False, 240, 168),
     ("forward", 256, False): HopperTile(2, 64, 2, 1, False, True, False, 240, 168),
     ("forward", 256, True): HopperTile(2, 64, 2, 1, False, False, False, 240, 168),
 }
 
 
-def hopper_tile(kernel: str, head_dim: int, masked: bool) -> HopperTile:
-    """The tile of a Gluon kernel for Hopper; head_dim is the larger of both."""
-    return next(_HOPPER_GLUON[kernel, dim, masked] for dim in (64, 128, 256) if head_dim <= dim)
+def hopper_tile(kernel: str, head_dim: int, head_dim_v: int, masked: bool) -> HopperTile:
+    """The tile of a Gluon kernel for Hopper."""
+    largest = max(head_dim, head_dim_v)
+    dim = next(dim for dim in (64, 128, 256) if largest <= dim)
+    if 128 < head_dim <= 192 and head_dim_v <= 128:
+        dim = 192
+    return _HOPPER_GLUON[kernel, dim, masked]
 
 
 # Bytes of keys and values that stay in the L2 cache while a kernel runs. An H200 has 50 MB, in two

@@ -84,7 +84,7 @@ FORMS = {
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256), (192, 128), (40, 24)])
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256), (192, 128), (160, 160), (40, 24)])
 def test_every_variant_under_many_schedules(dims, form: str, dtype: str, sim_seeds: range):
     """A race or a deadlock shows in some order of events, not in all."""
     d, dv = dims

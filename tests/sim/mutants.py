@@ -148,6 +148,7 @@ _PRODUCT: tuple[tuple[schedule.HopperTile, str, dict[str, Any]], ...] = (
     (_THREE, "overflow", {}),
     (_TWO._replace(o_by_tma=True), "packed", {"causal": True}),
     (_TWO, "short", {}),
+    (_TWO._replace(q_in_registers=False), "wide", {}),
 )
 
 
@@ -165,6 +166,9 @@ def _product_problem(variant: int) -> tuple[AttentionSpec, Inputs, Outputs]:
         k[:, 5] *= 60
     if values == "short":  # one key tile for each query tile
         x = x._replace(k=k[:, :50], v=v[:, :50])
+    if values == "wide":  # Q and K in three blocks of columns
+        q, k = (torch.cat([t, t.flip(1), t], -1)[:, :200] / 2 for t in (q, k))
+        x = Inputs(q, k, v[:, :200])
     if values == "packed":
         starts = torch.tensor([0, 150, length], dtype=torch.int32)
         x = Inputs(*(t[0].half() for t in x[:3]), cu_seqlens_q=starts, cu_seqlens_k=starts)
@@ -176,7 +180,10 @@ def _product_problem(variant: int) -> tuple[AttentionSpec, Inputs, Outputs]:
 def _product(module: Any, seed: int) -> Outputs:
     variant = seed % len(_PRODUCT)
     spec, x, right = _product_problem(variant)
-    out, lse = torch.full_like(x.q, torch.nan), torch.full_like(right[1], torch.nan, dtype=torch.float32)
+    out, lse = (
+        torch.full(r.shape, torch.nan, dtype=d)
+        for r, d in zip(right, (x.q.dtype, torch.float32), strict=True)
+    )
     with (
         mock.patch.object(schedule, "hopper_tile", lambda *_: _PRODUCT[variant][0]),
         mock.patch.object(schedule, "multiprocessors", lambda _: 1),

@@ -122,28 +122,20 @@ BY_HAND = {
         (
             "load_tiles",
             "K is loaded where V should be",
-            "v_ring.load(step, v_desc, at)",
-            "v_ring.load(step, k_desc, at)",
-        ),
-        ("load_tiles", "Q of consumer 0 for all", "q_row = q_start + w * ROWS", "q_row = q_start"),
-        (
-            "load_tiles",
-            "K is loaded over what is still read",
-            "k_ring.acquire(step, k_desc.block_type.nbytes)",
-            "mbarrier.expect(k_ring.full.index(step % k_ring.stages), k_desc.block_type.nbytes)",
+            "load_parts(v_ring, step, v_desc, k_at, RAGGED)",
+            "load_parts(v_ring, step, k_desc, k_at, RAGGED)",
         ),
         (
             "load_tiles",
-            "V is loaded over what is still read",
-            "v_ring.acquire(step, v_desc.block_type.nbytes)",
-            "mbarrier.expect(v_ring.full.index(step % v_ring.stages), v_desc.block_type.nbytes)",
+            "Q of consumer 0 for all",
+            "q_at = (b, head, start_q, q_start + w * ROWS), (seqlen_q, lengths[4])",
+            "q_at = (b, head, start_q, q_start), (seqlen_q, lengths[4])",
         ),
         (
-            "load_tiles",
-            "Q is loaded over what is still read",
-            "q_ring.acquire((q_step + turn) * CONSUMERS + w, q_desc.block_type.nbytes)",
-            "mbarrier.expect(q_ring.full.index(((q_step + turn) * CONSUMERS + w) % q_ring.stages), "
-            "q_desc.block_type.nbytes)",
+            "load_parts",
+            "a tile is loaded over what is still read",
+            "ring.acquire(step, desc.block_type.nbytes * ring.parts)",
+            "mbarrier.expect(ring.full.index(step % ring.stages), desc.block_type.nbytes * ring.parts)",
         ),
     ],
     "clusters": [

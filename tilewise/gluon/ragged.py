@@ -49,10 +49,11 @@ def _layout(dtype: torch.dtype, tile: tuple[int, int], rank: int) -> gl.NVMMASha
 
 
 @gluon.jit
-def coordinates(b, head, start, row, length, entry_rows, RAGGED: gl.constexpr):
-    """Where a tile begins: row `row` of a sequence of `length` rows, whose first is row `start` of batch
-    entry b, which has `entry_rows` of them in memory. Packed sequences are all in entry 0."""
+def coordinates(b, head, start, row, column, length, entry_rows, RAGGED: gl.constexpr):
+    """Where a tile begins: column `column` and row `row` of a sequence of `length` rows, whose first is
+    row `start` of batch entry b, which has `entry_rows` of them in memory. Packed sequences are all in
+    entry 0."""
     if RAGGED:
-        return FAR, b * entry_rows + start + length, head, FAR - length + row, 0
+        return FAR, b * entry_rows + start + length, head, FAR - length + row, column
     else:  # a descriptor has at least one row: a sequence without any begins after it
-        return b, head, start + row + max(1 - length, 0), 0
+        return b, head, start + row + max(1 - length, 0), column

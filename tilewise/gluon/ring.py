@@ -9,6 +9,9 @@
                              ...                               use tile
                              ring.release(i)                   all of it is read: the stage is free
 
+A stage may have several parts of one shape, such as blocks of columns: `ring.load(i, desc, coord, part)`
+and `ring.stage(i, part)`, once `ring.wait_full(i)` has returned, which waits for all of them.
+
 `i` counts tiles from 0 without end; which stage and which phase that is, is hidden here. What was loaded
 into registers is read once it has been used, and not before: loads run on past barriers.
 """
@@ -22,22 +25,24 @@ from tilewise.gluon.compat import aggregate, at_tile, label, label_stages, tma_l
 
 @aggregate
 class Ring:
-    buffer: gl.shared_memory_descriptor  # [stages, *tile]
+    buffer: gl.shared_memory_descriptor  # [stages * parts, *tile]
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
     stages: gl.constexpr
+    parts: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, buffer, full, empty, stages):
+    def __init__(self, buffer, full, empty, stages, parts):
         self.buffer = buffer
         self.full = full
         self.empty = empty
         self.stages = gl.constexpr(stages)
+        self.parts = gl.constexpr(parts)
 
     @gluon.jit
-    def stage(self, i):
-        """The buffer of tile i."""
-        return self.buffer.index(i % self.stages)
+    def stage(self, i, part: gl.constexpr = 0):
+        """The buffer of a part of tile i."""
+        return self.buffer.index(i % self.stages * self.parts + part)
 
     @gluon.jit
     def acquire(self, i, nbytes):
@@ -48,18 +53,16 @@ class Ring:
         mbarrier.expect(self.full.index(st), nbytes)
 
     @gluon.jit
-    def load(self, i, desc, coord):
-        """Producer: copy a tile into the stage of tile i."""
-        st = i % self.stages
-        tma_load(desc, coord, self.full.index(st), self.buffer.index(st))
+    def load(self, i, desc, coord, part: gl.constexpr = 0):
+        """Producer: copy into a part of the stage of tile i."""
+        tma_load(desc, coord, self.full.index(i % self.stages), self.stage(i, part))
 
     @gluon.jit
     def wait_full(self, i):
-        """Consumer: wait until tile i has arrived; returns its buffer."""
+        """Consumer: wait until tile i has arrived; returns its buffer (of its first part)."""
         at_tile(i)
-        st = i % self.stages
-        mbarrier.wait(self.full.index(st), (i // self.stages) & 1)
-        return self.buffer.index(st)
+        mbarrier.wait(self.full.index(i % self.stages), (i // self.stages) & 1)
+        return self.stage(i)
 
     @gluon.jit
     def release(self, i):
@@ -75,12 +78,13 @@ def make_ring(
     layout: gl.constexpr,
     stages: gl.constexpr,
     consumers: gl.constexpr,
+    parts: gl.constexpr = 1,
 ):
     """Allocate a ring and initialise its barriers.
 
-    tile: shape of one stage. consumers: how many partitions release each tile.
+    tile: shape of one part of a stage. consumers: how many partitions release each tile.
     """
-    buffer = gl.allocate_shared_memory(dtype, [stages] + tile, layout)
+    buffer = gl.allocate_shared_memory(dtype, [stages * parts] + tile, layout)
     full = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(stages):
@@ -89,4 +93,4 @@ def make_ring(
     label_stages(buffer, name)
     label(full, name + ".full")
     label(empty, name + ".empty")
-    return Ring(buffer, full, empty, stages)
+    return Ring(buffer, full, empty, stages, parts)

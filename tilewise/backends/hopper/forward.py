@@ -90,19 +90,27 @@ def load_tiles(
         runs = key_tile_runs(tile, problem, CONSUMERS * ROWS, TILE_K)
         for back in range(runs[3] - runs[0]):
             row = (runs[3] - 1 - back) * TILE_K
-            at = coordinates(b, kv_head, start_k, row, seen_k, lengths[5], RAGGED)
-            k_ring.acquire(step, k_desc.block_type.nbytes)
-            k_ring.load(step, k_desc, at)
+            k_at = (b, kv_head, start_k, row), (seen_k, lengths[5])
+            load_parts(k_ring, step, k_desc, k_at, RAGGED)
             if back == 0:
                 for w in gl.static_range(CONSUMERS):
-                    q_row = q_start + w * ROWS
-                    q_at = coordinates(b, head, start_q, q_row, seqlen_q, lengths[4], RAGGED)
-                    q_ring.acquire((q_step + turn) * CONSUMERS + w, q_desc.block_type.nbytes)
-                    q_ring.load((q_step + turn) * CONSUMERS + w, q_desc, q_at)
-            v_ring.acquire(step, v_desc.block_type.nbytes)
-            v_ring.load(step, v_desc, at)
+                    q_at = (b, head, start_q, q_start + w * ROWS), (seqlen_q, lengths[4])
+                    load_parts(q_ring, (q_step + turn) * CONSUMERS + w, q_desc, q_at, RAGGED)
+            load_parts(v_ring, step, v_desc, k_at, RAGGED)
             step += 1
     return step
+
+
+@gluon.jit
+def load_parts(ring, step, desc, at, RAGGED: gl.constexpr):
+    """Load a tile, as blocks of columns."""
+    b, head, start, row = at[0]
+    length, entry_rows = at[1]
+    COLUMNS: gl.constexpr = ring.buffer.shape[2]
+    ring.acquire(step, desc.block_type.nbytes * ring.parts)
+    for part in gl.static_range(ring.parts):
+        corner = coordinates(b, head, start, row, part * COLUMNS, length, entry_rows, RAGGED)
+        ring.load(step, desc, corner, part)
 
 
 @gluon.jit
@@ -163,10 +171,8 @@ def attend(W: gl.constexpr, shared, count, q_step, step, how: gl.constexpr, ANCH
         runs = key_tile_runs(tile, problem, TILE_Q, TILE_K)
         i = tile[2] + rows
         q = load_q(q_ring, q_step * CONSUMERS + W, scores, Q_IN_REGISTERS)
-        k = k_ring.wait_full(step)
-        no_scores = gl.zeros([ROWS, TILE_K], gl.float32, scores)
-        s = warpgroup_mma(q, k.permute((1, 0)), no_scores, use_acc=False, is_async=True)
-        s = warpgroup_mma_wait(0, [s])
+        k_ring.wait_full(step)
+        s = warpgroup_mma_wait(0, [start_scores(q, q_ring, k_ring, step, scores, Q_IN_REGISTERS)])
         k_ring.release(step)
         release_q(q_ring, q_step * CONSUMERS + W, Q_IN_REGISTERS)
         s, factor = logits(s, scale, softcap)
@@ -224,11 +230,27 @@ def attend(W: gl.constexpr, shared, count, q_step, step, how: gl.constexpr, ANCH
 
 @gluon.jit
 def load_q(q_ring, number, scores: gl.constexpr, IN_REGISTERS: gl.constexpr):
-    """Q as the left operand of products with the layout `scores`."""
+    """Q once it has arrived: as the left operand of products with the layout `scores`, or, where it
+    stays in shared memory, its number in the ring."""
     q = q_ring.wait_full(number)
     if IN_REGISTERS:
+        gl.static_assert(q_ring.parts == 1)
         q = q.load(gl.DotOperandLayout(0, scores, 2))
+    else:
+        q = number
     return q
+
+
+@gluon.jit
+def start_scores(q, q_ring, k_ring, step, scores: gl.constexpr, Q_IN_REGISTERS: gl.constexpr):
+    """Q K^T of a key tile that has arrived, under way."""
+    TILE_K: gl.constexpr = k_ring.buffer.shape[1]
+    s = gl.zeros([ROWS, TILE_K], gl.float32, scores)
+    for part in gl.static_range(k_ring.parts):
+        k = k_ring.stage(step, part).permute((1, 0))
+        left = q if Q_IN_REGISTERS else q_ring.stage(q, part)
+        s = warpgroup_mma(left, k, s, use_acc=part > 0, is_async=True)
+    return s
 
 
 @gluon.jit
@@ -246,12 +268,10 @@ def overlap(W: gl.constexpr, q, p, o, rings, turns, step, how: gl.constexpr, sco
     With ping-pong, consumers start products by turns: while one computes, the others do their softmax.
     """
     q_ring, k_ring, v_ring = rings
-    TILE_K: gl.constexpr = k_ring.buffer.shape[1]
-    no_scores = gl.zeros([ROWS, TILE_K], gl.float32, scores)
-    k = k_ring.wait_full(step + 1)
+    k_ring.wait_full(step + 1)
     if how[2]:
         mbarrier.wait(turns.index(W), step & 1)
-    s = warpgroup_mma(q, k.permute((1, 0)), no_scores, use_acc=False, is_async=True)
+    s = start_scores(q, q_ring, k_ring, step + 1, scores, how[1])
     v = v_ring.wait_full(step)
     o = warpgroup_mma(p, v, o, is_async=True)
     if how[2]:
@@ -350,7 +370,7 @@ def finish(W: gl.constexpr, o, top, total, i, tile, results, problem, RAGGED: gl
         o_s.index(W).store(o)
         fence_async_shared()
         thread_barrier()
-        at = coordinates(b, head, start_q, row, seqlen_q, problem[1][4], RAGGED)
+        at = coordinates(b, head, start_q, row, 0, seqlen_q, problem[1][4], RAGGED)
         tma_store(o_desc, at, o_s.index(W))
     else:
         o_base = o_ptr + b.to(gl.int64) * o_strides[0] + head.to(gl.int64) * o_strides[2]
@@ -404,6 +424,7 @@ def forward_kernel(
     tiles,
     columns,  # of the output, up to BLOCK_DV
     BLOCK_D: gl.constexpr,
+    PARTS: gl.constexpr,  # blocks of BLOCK_D columns of Q and K
     BLOCK_DV: gl.constexpr,
     CONSUMERS: gl.constexpr,
     TILE_K: gl.constexpr,
@@ -421,8 +442,8 @@ def forward_kernel(
     keys_d: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE_K, BLOCK_D], DTYPE)
     keys_dv: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE_K, BLOCK_DV], DTYPE)
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    q_ring = make_ring("Q", DTYPE, [ROWS, BLOCK_D], rows_d, Q_STAGES * CONSUMERS, 1)
-    k_ring = make_ring("K", DTYPE, [TILE_K, BLOCK_D], keys_d, STAGES, CONSUMERS)
+    q_ring = make_ring("Q", DTYPE, [ROWS, BLOCK_D], rows_d, Q_STAGES * CONSUMERS, 1, PARTS)
+    k_ring = make_ring("K", DTYPE, [TILE_K, BLOCK_D], keys_d, STAGES, CONSUMERS, PARTS)
     v_ring = make_ring("V", DTYPE, [TILE_K, BLOCK_DV], keys_dv, STAGES, CONSUMERS)
     turns = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
     done = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())

@@ -45,7 +45,10 @@ class Plan(NamedTuple):
 def plan_forward(spec: AttentionSpec) -> Plan:
     """Tile, number of programs and scalar arguments of the forward for a spec."""
     blocks = tuple(max(64, triton.next_power_of_2(d)) for d in (spec.head_dim, spec.head_dim_v))
-    tile = schedule.hopper_tile("forward", max(blocks), spec.window != (None, None))
+    parts = 1
+    if 128 < spec.head_dim <= 192:  # 256 columns would be a third more products
+        blocks, parts = (64, blocks[1]), 3
+    tile = schedule.hopper_tile("forward", spec.head_dim, spec.head_dim_v, spec.window != (None, None))
     tiles = spec.batch * spec.heads_q * triton.cdiv(spec.max_seqlen_q, tile.consumers * ROWS)
     arguments = {
         "heads": spec.heads_q,
@@ -58,6 +61,7 @@ def plan_forward(spec: AttentionSpec) -> Plan:
         "tiles": tiles,
         "columns": spec.head_dim_v,
         "BLOCK_D": blocks[0],
+        "PARTS": parts,
         "BLOCK_DV": blocks[1],
         "CONSUMERS": tile.consumers,
         "TILE_K": tile.k,
