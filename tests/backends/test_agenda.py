@@ -59,6 +59,21 @@ def test_programs_are_done_at_the_same_time(length: int):
     assert max(loads) <= 1.1 * sum(loads) / PROGRAMS
 
 
+def test_a_list_outlives_its_plan():
+    """A captured graph knows only where it lies."""
+    spec = spec_of(640)
+    first = agenda(spec, 128, 128, 3)
+    assert first is agenda(replace(spec, scale=3.0), 128, 128, 3)
+
+
+def test_while_a_graph_is_recorded_nothing_is_copied(monkeypatch: pytest.MonkeyPatch):
+    """The copy would be an error. What was copied before is used."""
+    known = agenda(spec_of(768), 128, 128, 3)
+    monkeypatch.setattr("tilewise.backends.hopper.agenda.capturing", lambda device: True)
+    assert agenda(spec_of(768), 128, 128, 3) is known
+    assert agenda(spec_of(896), 128, 128, 3) is None
+
+
 def test_few_heads_are_worked_on_at_once():
     """Keys and values of all heads do not fit the L2 cache: each tile would come from memory."""
     spec = spec_of(2048, 8, 16)

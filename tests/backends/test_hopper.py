@@ -138,6 +138,59 @@ def test_rows_that_see_nothing_of_the_first_key_tile(lengths, shift: float):
     simulate(p)
 
 
+@pytest.mark.parametrize("form", [{"causal": True}, {"window": (10, 5)}, {"window": (30, -20)}])
+def test_a_query_that_sees_nothing_gets_0_whatever_the_values_hold(form: dict[str, Any]):
+    """Its weights are 0, but 0 times infinity is not a number."""
+    q, k, v = (torch.randn(1, n, 2, 64).bfloat16() for n in (300, 100, 100))
+    v[:, 50] = torch.inf
+    v[:, 51] = torch.nan
+    with sim.intercept():
+        out, lse = attention(q, k, v, return_lse=True, **form, **how(KERNEL))
+    dead = lse == -torch.inf
+    assert dead.any() and not dead.all()
+    assert (out.transpose(1, 2)[dead] == 0).all()
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("size", [1e4, 2e4, 5e4, 1e6, 1e8])
+def test_huge_logits(size: float, sign: int):
+    """One multiply-add subtracts a rounded maximum from an exact product: beyond 1e9 exp2 of that is 0
+    or infinite. One key has weight 1, whatever its score."""
+    q = torch.full((1, 70, 1, 128), size, dtype=torch.bfloat16)
+    k, v = q[:, :1] * sign, torch.ones(1, 1, 1, 128, dtype=torch.bfloat16)
+    with sim.intercept():
+        out, lse = attention(q, k, v, return_lse=True, **how(KERNEL))
+    assert (out == 1).all()
+    want = (q.double()[:, :, 0] @ k.double()[0, 0, 0]) / 128**0.5
+    torch.testing.assert_close(lse[:, 0].double(), want, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_huge_logits_in_fp16_are_right_or_not_a_number(sign: int):
+    """fp16 has no second attempt. Weights that are all 0 must not look like those of an empty row."""
+    q = torch.full((1, 70, 1, 128), 6e4, dtype=torch.float16)
+    k, v = q[:, :1] * sign, torch.ones(1, 1, 1, 128, dtype=torch.float16)
+    with sim.intercept():
+        out, lse = attention(q, k, v, return_lse=True, **how(KERNEL))
+    assert ((out == 1) | out.isnan()).all()
+    assert (lse.isfinite() | lse.isnan() | (lse == torch.inf)).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("hidden", [128, 0])
+def test_scores_of_minus_infinity_are_weights_of_0(hidden: int, causal: bool, dtype: torch.dtype):
+    """Of the key tile that comes first, or of all: -inf less -inf is not a number."""
+    q, k, v = (torch.rand(1, 300, 1, 64, dtype=dtype) + 0.1 for _ in range(3))
+    k[:, hidden:] = -torch.inf
+    with sim.intercept():
+        out, lse = attention(q, k, v, causal=causal, return_lse=True, **how(KERNEL))
+    x = problems.Inputs(q.double(), k.double(), v.double())
+    want, want_lse = problems.reference.attention(problems.make_spec(x, causal=causal), x, torch.float64)
+    torch.testing.assert_close(out.double(), want, rtol=2e-2, atol=1e-3)
+    torch.testing.assert_close(lse.double(), want_lse, rtol=1e-3, atol=1e-3)
+
+
 def test_packed_sequences_when_few_heads_fit_the_cache(monkeypatch: pytest.MonkeyPatch):
     """Which tile a program works on then depends on how many heads are worked on together."""
     monkeypatch.setattr(schedule, "KEPT_IN_L2", 2 * 300 * 512)  # two heads of 300 keys

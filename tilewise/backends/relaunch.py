@@ -26,8 +26,8 @@ class Relaunch:
         self._variants: dict[tuple[Any, ...], Callable[..., None]] = {}
 
     def __call__(self, kernel: Any, *given: Any) -> None:
-        """Launch ``kernel`` with ``given``, its first arguments: tensors, descriptors, tuples of
-        integers, and integers that it is not specialised for."""
+        """Launch ``kernel`` with ``given``, its first arguments: tensors, descriptors, and integers that
+        it is not specialised for. What Triton's debugging knobs ask for counts at the first call."""
         kind = (id(kernel), *[_kind(a) for a in given])
         run = self._variants.get(kind)
         if run is not None:
@@ -42,4 +42,6 @@ def _kind(argument: Any) -> Any:
     """What Triton would compile in, of an argument that may differ from call to call."""
     if isinstance(argument, Tensor):
         return argument.data_ptr() % 16 == 0
-    return argument if isinstance(argument, tuple) else type(argument)
+    if isinstance(argument, int):
+        return -(2**31) <= argument < 2**31
+    return type(argument)

@@ -21,21 +21,41 @@ def agenda(spec: AttentionSpec, tile_q: int, tile_k: int, programs: int) -> Tens
     """Each program's query tiles, in its column: how many, then their numbers; int32, on spec.device.
 
     Tile t is number t % n of the n query tiles of head t // n, counting heads through the batch. None:
-    all tiles take equally long, and programs take them in turn.
+    programs take tiles in turn, for all take equally long; or because nothing may be copied now.
     """
     if spec.window == (None, None):
         return None
-    tiles = triton.cdiv(spec.max_seqlen_q, tile_q)
-    costs = [_cost(spec, row, tile_q, tile_k) for row in range(tiles)]
+    costs = tuple(
+        _cost(spec, row, tile_q, tile_k) for row in range(triton.cdiv(spec.max_seqlen_q, tile_q))
+    )
+    key = (costs, spec.batch * spec.heads_q, heads_together(spec), programs)
+    place = (*key, spec.device)
+    if place not in _kept and not capturing(spec.device):
+        _kept[place] = deal(*key).to(spec.device)
+    return _kept.get(place)
+
+
+# For ever: a captured graph and kernels on other streams read a list long after the call, and nobody
+# else holds it. It is 4 bytes a query tile.
+_kept: dict[tuple[object, ...], Tensor] = {}
+
+
+def capturing(device: torch.device) -> bool:
+    """Whether calls are being recorded for a graph, when the host may copy nothing to the GPU."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def deal(costs: tuple[float, ...], heads: int, together: int, programs: int) -> Tensor:
+    """The lists, on the CPU. costs: of a head's query tiles. together: heads worked on at once."""
     lists: list[list[int]] = [[] for _ in range(programs)]
     free = [(0.0, p) for p in range(programs)]  # when, and who
-    for head, row in _order(spec, costs):
+    for head, row in _order(costs, heads, together):
         at, p = free[0]
-        lists[p].append(head * tiles + row)
+        lists[p].append(head * len(costs) + row)
         heapq.heapreplace(free, (at + costs[row], p))
     rounds = max(map(len, lists)) + 1  # a number is read before it is known whether there is one
     columns = [[len(mine), *mine, *[0] * (rounds - len(mine))] for mine in lists]
-    return torch.tensor(columns, dtype=torch.int32).T.contiguous().to(spec.device)
+    return torch.tensor(columns, dtype=torch.int32, device="cpu").T.contiguous()
 
 
 def heads_together(spec: AttentionSpec) -> int:
@@ -54,11 +74,9 @@ def _cost(spec: AttentionSpec, row: int, tile_q: int, tile_k: int) -> float:
     return max(stop - first, 1) + schedule.BETWEEN_QUERY_TILES / tile_k
 
 
-def _order(spec: AttentionSpec, costs: list[float]) -> Iterator[tuple[int, int]]:
+def _order(costs: tuple[float, ...], heads: int, together: int) -> Iterator[tuple[int, int]]:
     """(head, query tile), the longest first of as many heads as are worked on together."""
-    together = heads_together(spec)
     rows = sorted(range(len(costs)), key=lambda row: -costs[row])
-    heads = spec.batch * spec.heads_q
     for begin in range(0, heads, together):
         for row in rows:
             for head in range(begin, min(begin + together, heads)):

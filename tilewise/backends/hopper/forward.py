@@ -35,6 +35,7 @@ from tilewise.backends.hopper.tile import (
     logits,
     query_tile,
     tile_count,
+    tile_has_dead_rows,
     tile_number,
 )
 from tilewise.gluon.compat import (
@@ -51,7 +52,7 @@ from tilewise.spec import AttentionSpec, Inputs
 
 INF = gl.constexpr(float("inf"))
 LN2 = gl.constexpr(0.6931471805599453)
-LEAST_SUM = gl.constexpr(2.0**-30)
+LEAST_SUM = gl.constexpr(2.0**-60)
 ROWS = gl.constexpr(_ROWS)
 
 
@@ -157,6 +158,7 @@ def attend(W: gl.constexpr, shared, count, q_step, step, how: gl.constexpr, ANCH
     TILE_K: gl.constexpr = k_ring.buffer.shape[1]
     BLOCK_DV: gl.constexpr = v_ring.buffer.shape[2]
     MASKED: gl.constexpr = left is not None or right is not None  # else only the last key tile is
+    EXACT: gl.constexpr = not ANCHORED and q_ring.buffer.dtype == gl.bfloat16  # the second attempt
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE_K, 16])
     output: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_DV, 16])
     weights: gl.constexpr = gl.DotOperandLayout(0, output, 2)
@@ -177,7 +179,7 @@ def attend(W: gl.constexpr, shared, count, q_step, step, how: gl.constexpr, ANCH
         release_q(q_ring, q_step * CONSUMERS + W, Q_IN_REGISTERS)
         s, factor = logits(s, scale, softcap)
         s = masked(s, runs[3] - 1, keys, i, tile, runs, problem)
-        p, top, total = first_step(s, factor, ANCHORED)
+        p, top, total = first_step(s, factor, ANCHORED, EXACT)
         p = gl.convert_layout(p.to(DTYPE), weights)
         o = no_output
 
@@ -191,12 +193,12 @@ def attend(W: gl.constexpr, shared, count, q_step, step, how: gl.constexpr, ANCH
                 if MASKED:
                     s = masked(s, n, keys, i, tile, runs, problem)
                 if ANCHORED:
-                    p_next = gl.exp2(s * factor - top[:, None])
+                    p_next = powers(s, factor, top, False)
                     total = total + row_sums(p_next)
                     p_next = gl.convert_layout(p_next.to(DTYPE), weights)
                     o, p = warpgroup_mma_wait(0, [o, p_next])
                 else:
-                    p_next, top, shrink = softmax_step(s, factor, top, MASKED)
+                    p_next, top, shrink = softmax_step(s, factor, top, EXACT)
                     total = total * spread(shrink, total) + row_sums(p_next)
                     p_next = gl.convert_layout(p_next.to(DTYPE), weights)
                     o, p = warpgroup_mma_wait(0, [o, p_next])
@@ -204,7 +206,8 @@ def attend(W: gl.constexpr, shared, count, q_step, step, how: gl.constexpr, ANCH
                 v_ring.release(step)
                 step += 1
 
-            done, done_i, done_top = tile, i, top
+            done, done_i = tile, i
+            done_top = top * factor if EXACT else top
             done_total = gl.convert_layout(gl.sum(total, 1), per_row)
             release_q(q_ring, (q_step + turn) * CONSUMERS + W, not Q_IN_REGISTERS)
             if turn + 1 < count:
@@ -216,14 +219,15 @@ def attend(W: gl.constexpr, shared, count, q_step, step, how: gl.constexpr, ANCH
                 release_q(q_ring, (q_step + turn + 1) * CONSUMERS + W, Q_IN_REGISTERS)
                 s, factor = logits(s, scale, softcap)
                 s = masked(s, runs[3] - 1, keys, i, tile, runs, problem)
-                p_next, top, total = first_step(s, factor, ANCHORED)
+                p_next, top, total = first_step(s, factor, ANCHORED, EXACT)
                 p_next = gl.convert_layout(p_next.to(DTYPE), weights)
                 o, p = warpgroup_mma_wait(0, [o, p_next])
             else:
                 o = last_product(W, p, o, v_ring, turns, step, how)
             v_ring.release(step)
             step += 1
-            lost_rows += finish(W, o, done_top, done_total, done_i, done, results, problem, how[3])
+            sums = (o, done_top, done_total)
+            lost_rows += finish(W, sums, done_i, done, results, problem, how, ANCHORED)
             o = no_output
     return step, lost_rows
 
@@ -310,24 +314,41 @@ def masked(s, n, keys, i, tile, runs, problem):
 
 
 @gluon.jit
-def first_step(s, factor, ANCHORED: gl.constexpr):
+def first_step(s, factor, ANCHORED: gl.constexpr, EXACT: gl.constexpr):
     """Softmax of a query tile's first key tile: P, what was subtracted from each row, and row sums."""
-    top = gl.max(s, 1) * factor
+    top = row_maxima(s, factor, EXACT)
     origin = finite(top)
-    p = gl.exp2(s * factor - origin[:, None])
     if ANCHORED:
         top = origin
+    p = powers(s, factor, origin, EXACT)
     return p, top, row_sums(p)
 
 
 @gluon.jit
-def softmax_step(s, factor, top, GUARD: gl.constexpr):
-    """One step of the online softmax: P, the row maxima so far, and by how much older sums shrink.
+def softmax_step(s, factor, top, EXACT: gl.constexpr):
+    """One step of the online softmax: P, the row maxima so far, and by how much older sums shrink."""
+    new_top = gl.maximum(top, row_maxima(s, factor, EXACT))
+    origin = finite(new_top)  # rows may have seen no key yet, or none but at -inf
+    shrink = gl.exp2((top - origin) * factor) if EXACT else gl.exp2(top - origin)
+    return powers(s, factor, origin, EXACT), new_top, shrink
 
-    GUARD: rows may have seen no key yet."""
-    new_top = gl.maximum(top, gl.max(s, 1) * factor)
-    origin = finite(new_top) if GUARD else new_top
-    return gl.exp2(s * factor - origin[:, None]), new_top, gl.exp2(top - origin)
+
+@gluon.jit
+def row_maxima(s, factor, EXACT: gl.constexpr):
+    """In units of log2(e); of the scores as they are, if EXACT."""
+    top = gl.max(s, 1)
+    return top if EXACT else top * factor
+
+
+@gluon.jit
+def powers(s, factor, origin, EXACT: gl.constexpr):
+    """exp2 of the scores less their row's origin, in one multiply-add. That rounds but once, the origin
+    was rounded too: of logits beyond 1e9 the difference is wrong by more than exp2 can bear. EXACT
+    subtracts first."""
+    if EXACT:
+        return gl.exp2((s - origin[:, None]) * factor)
+    else:
+        return gl.exp2(s * factor - origin[:, None])
 
 
 @gluon.jit
@@ -344,33 +365,37 @@ def spread(x, like):
 
 
 @gluon.jit
-def finish(W: gl.constexpr, o, top, total, i, tile, results, problem, RAGGED: gl.constexpr):
+def finish(W: gl.constexpr, sums, i, tile, results, problem, how: gl.constexpr, ANCHORED: gl.constexpr):
     """Divide the output by the sum of the weights, store it and the log-sum-exp.
 
     Returns 1 for a row that an anchor has lost: its sums are not finite, or of weights so small that
     they may have lost digits, though it sees keys. (An anchor is the score of a key, of weight 1; but
     rows that see none in the first tile have 0.)
     """
+    o, top, total = sums
     o_desc, o_s, o_ptr, o_strides, lse_ptr, lse_strides, columns = results
     b, head, q_start, start_q, seqlen_q, start_k, seqlen_k, seen_k = tile
     layout: gl.constexpr = o.type.layout
     overflow = gl.convert_layout(gl.sum(o * 0.0, 1), total.type.layout) + total * 0.0 != 0
     first, stop = key_range(i, tile, problem)
     lost = (i < seqlen_q) & (first < stop) & (overflow | (total < LEAST_SUM))
-    dead = total == 0  # rows that saw no key
-    total = gl.where(dead, 1.0, total)
+    dead = (total == 0) & (ANCHORED | (top == -INF))  # saw no key, or none but at -inf
+    total = gl.where(dead, 1.0, gl.where(total == 0, total * INF, total))  # else 0: not a number
     lse = gl.where(dead, -INF, (top + gl.log2(total)) * LN2)
-    lse_base = lse_ptr + b.to(gl.int64) * lse_strides[0] + head.to(gl.int64) * lse_strides[2]
+    lse_base = lse_ptr + b.to(gl.int64) * lse_strides[0] + head.to(gl.int64) * lse_strides[1]
     gl.store(lse_base + start_q + i, lse, mask=i < seqlen_q)
 
-    o = (o * spread(1.0 / total, o)).to(o_ptr.dtype.element_ty)
+    o = o * spread(1.0 / total, o)
+    if tile_has_dead_rows(tile, problem, how[0] * ROWS):  # V may hold what 0 does not cancel
+        o = gl.where(spread(dead, o), 0.0, o)
+    o = o.to(o_ptr.dtype.element_ty)
     row = q_start + W * ROWS
     if o_desc is not None:
         tma_store_wait(0)  # the last tile has left the buffer
         o_s.index(W).store(o)
         fence_async_shared()
         thread_barrier()
-        at = coordinates(b, head, start_q, row, 0, seqlen_q, problem[1][4], RAGGED)
+        at = coordinates(b, head, start_q, row, 0, seqlen_q, problem[1][4], how[3])
         tma_store(o_desc, at, o_s.index(W))
     else:
         o_base = o_ptr + b.to(gl.int64) * o_strides[0] + head.to(gl.int64) * o_strides[2]
@@ -403,9 +428,12 @@ def forward_kernel(
     v_desc,
     o_desc,  # None: the output leaves by plain stores
     o_ptr,
-    o_strides,  # (batch, row, head)
+    o_batch,  # strides
+    o_row,
+    o_head,
     lse_ptr,
-    lse_strides,
+    lse_batch,
+    lse_head,
     agenda,  # None: programs take query tiles in turn
     cu_q,
     cu_k,
@@ -456,12 +484,13 @@ def forward_kernel(
     label(turns, "turn")
     label(done, "done")
     label(ballot, "lost rows")
+    o_strides = (o_batch, o_row, o_head)
     if o_desc is not None:
         o_s = gl.allocate_shared_memory(DTYPE, [CONSUMERS, ROWS, BLOCK_DV], rows_dv)
         label_stages(o_s, "O")
-        results = (o_desc, o_s, o_ptr, o_strides, lse_ptr, lse_strides, columns)
+        results = (o_desc, o_s, o_ptr, o_strides, lse_ptr, (lse_batch, lse_head), columns)
     else:
-        results = (o_desc, o_desc, o_ptr, o_strides, lse_ptr, lse_strides, columns)
+        results = (o_desc, o_desc, o_ptr, o_strides, lse_ptr, (lse_batch, lse_head), columns)
 
     inputs = (q_desc, k_desc, v_desc)
     rings = (q_ring, k_ring, v_ring)

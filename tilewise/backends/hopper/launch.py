@@ -12,7 +12,7 @@ from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tilewise import mask, schedule
-from tilewise.backends.hopper.agenda import agenda, heads_together
+from tilewise.backends.hopper.agenda import agenda, capturing, heads_together
 from tilewise.backends.relaunch import Relaunch
 from tilewise.backends.triton.launch import lengths, on_device, score_factors, strides
 from tilewise.gluon.ragged import dense_rows, ragged_rows
@@ -83,7 +83,8 @@ def plan_forward(spec: AttentionSpec) -> Plan:
 
 def launch_forward(kernel: Any, spec: AttentionSpec, x: Inputs, out: Tensor, lse: Tensor) -> None:
     """Fill out and lse."""
-    plan = plan_forward(spec)
+    # What is planned while a graph is recorded may be second best, and is not kept.
+    plan = (plan_forward.__wrapped__ if capturing(spec.device) else plan_forward)(spec)
     if spec.max_seqlen_k == 0:
         out.zero_()
         lse.fill_(-math.inf)
@@ -101,9 +102,9 @@ def launch_forward(kernel: Any, spec: AttentionSpec, x: Inputs, out: Tensor, lse
             descriptor(spec, v, seen_k, (plan.tile.k, plan.blocks[1])),
             descriptor(spec, out, spec.max_seqlen_q, (ROWS, plan.blocks[1])) if by_tma else None,
             out,
-            strides(spec, out),
+            *strides(spec, out),
             lse,
-            strides(spec, lse),
+            *strides(spec, lse)[::2],
             plan.agenda,
             *lengths(spec, x),
         )

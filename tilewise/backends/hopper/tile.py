@@ -87,6 +87,15 @@ def key_range(i, tile, problem):
 
 
 @gluon.jit
+def tile_has_dead_rows(tile, problem, TILE_Q: gl.constexpr):
+    """Whether some query of the tile sees no key: then its first or its last one does not."""
+    q_last = min(tile[2] + TILE_Q, tile[4]) - 1
+    first, stop = key_range(tile[2], tile, problem)
+    last_first, last_stop = key_range(q_last, tile, problem)
+    return (first >= stop) | (last_first >= last_stop)
+
+
+@gluon.jit
 def key_tile_runs(tile, problem, TILE_Q: gl.constexpr, TILE_K: gl.constexpr):
     """``mask.key_tiles``, but never none: queries that see nothing visit one tile, masked throughout."""
     left, right = problem[3]
