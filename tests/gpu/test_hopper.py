@@ -110,3 +110,17 @@ def test_the_same_every_time(dim: int):
     first = attention(q, k, v, causal=True, **HOW)
     for _ in range(50):
         assert torch.equal(first, attention(q, k, v, causal=True, **HOW))
+
+
+def test_a_graph_replays_a_causal_call():
+    """Its list of query tiles lies on the GPU, and must still be there."""
+    q, k, v = (torch.randn(3, 700, 6, 64, device=DEVICE, dtype=torch.bfloat16) for _ in range(3))
+    attention(q, k, v, causal=True, **HOW)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = attention(q, k, v, causal=True, **HOW)
+    for length in range(1, 40):
+        attention(*(t[:, :length] for t in (q, k, v)), causal=True, **HOW)
+    q.copy_(torch.randn_like(q))
+    graph.replay()
+    assert torch.equal(out, attention(q, k, v, causal=True, **HOW))
