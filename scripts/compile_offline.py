@@ -41,7 +41,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import JITFunction
 
 from tilewise import dispatch, ops, schedule
+from tilewise.backends.hopper import backward as hopper_backward
 from tilewise.backends.hopper.launch import plan_forward
+from tilewise.backends.hopper.launch_backward import plan_backward
 from tilewise.backends.triton.launch import plan_launch
 from tilewise.spec import AttentionSpec, Inputs, make_spec
 
@@ -112,6 +114,10 @@ ALL_CASES = CASES | GLUON_CASES
 # the second attempt). More is an objection, and so is any in another case.
 KNOWN_SPILLS = {
     "d128-causal": 96,
+    "d128-full-backward": 5,
+    "d128-softcap-backward": 203,
+    "d128-varlen-gqa-backward": 4,
+    "d128-window-backward": 6,
     "d128-fp16-causal": 24,
     "d128-window": 100,
     "d192-128-causal": 26,
@@ -151,7 +157,7 @@ def launches(case: Case, kernel: dispatch.Kernel, arch: Arch) -> Iterator[Launch
         bound = inspect.signature(self.fn).bind(*args, **given)
         recorded.append(Launch(self, dict(bound.arguments), options))
 
-    for planned in (plan_launch, plan_forward):
+    for planned in (plan_launch, plan_forward, plan_backward):
         planned.cache_clear()  # they know only this machine's GPU, which is none
     spec, x = _problem(case, kernel.algorithm)
     module = kernel.load()
@@ -162,10 +168,13 @@ def launches(case: Case, kernel: dispatch.Kernel, arch: Arch) -> Iterator[Launch
         out = ops._empty_out(spec, x)
         lse, saved = ops._empty_statistics(spec, x)
         module.forward(spec, x, out, lse, saved)
-        if kernel.backward:
+        backward = getattr(module, "backward", None)
+        if kernel.backend == "hopper" and max(case.dims) <= 128:
+            backward = hopper_backward.backward  # in no support table yet
+        if backward is not None:
             grads = ops.Gradients(spec, x)
             douts = torch.empty_like(out), torch.empty_like(lse)
-            module.backward(spec, x, out, lse, saved, *douts, grads)
+            backward(spec, x, out, lse, saved, *douts, grads)
     yield from recorded
 
 
@@ -281,7 +290,7 @@ def _number(pattern: str, text: str) -> int:
 def in_main_loops(launch: Launch, built: Any, log: str, known: int) -> tuple[str, str]:
     """Of a Gluon kernel: what is in it, in words, and what must not be there."""
     found = sass.read(disassemble(built.asm["cubin"]))
-    consumers = launch.arguments["CONSUMERS"]
+    consumers = launch.arguments.get("CONSUMERS", 1)  # a backward's are one partition
     return str(found), "; ".join(sass.objections(found, log, consumers, known))
 
 
@@ -308,7 +317,10 @@ def check(task: tuple[str, str, str, str | None]) -> list[tuple[str, ...]]:
                     path.write_bytes(data if isinstance(data, bytes) else data.encode())
         remark, complaint = "", objection(built, used, arch)
         if isinstance(launch.kernel, GluonJITFunction) and not complaint:
-            remark, complaint = in_main_loops(launch, built, log, KNOWN_SPILLS.get(case_name, 0))
+            variant = case_name + (
+                "-backward" if launch.kernel is hopper_backward.backward_kernel else ""
+            )
+            remark, complaint = in_main_loops(launch, built, log, KNOWN_SPILLS.get(variant, 0))
         seconds = f"{time.perf_counter() - began:.1f}"
         numbers = (str(used["registers"]), str(used["spills"]), str(used["shared"]), seconds)
         rows.append((arch_name, case_name, name, *numbers, remark, complaint))

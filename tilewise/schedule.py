@@ -149,6 +149,23 @@ def hopper_tile(kernel: str, head_dim: int, head_dim_v: int, masked: bool) -> Ho
     return _HOPPER_GLUON[kernel, dim, masked]
 
 
+class HopperBackwardTile(NamedTuple):
+    """The Hopper backward's tile: queries, keys, and stages of the rings of Q and dO."""
+
+    q: int
+    k: int
+    stages: int
+    warps: int  # of the partition that multiplies
+    maxnreg: int  # of every thread at launch
+
+
+# Largest head dim it serves -> tile.
+HOPPER_BACKWARD: dict[int, HopperBackwardTile] = {
+    64: HopperBackwardTile(64, 128, 2, 8, 168),
+    128: HopperBackwardTile(64, 128, 2, 8, 168),
+}
+
+
 # Bytes of keys and values that stay in the L2 cache while a kernel runs. An H200 has 50 MB, in two
 # halves that keep copies; 8 to 32 MB measure alike, and less is safer.
 KEPT_IN_L2 = 8 * 2**20

@@ -15,6 +15,7 @@ key_tiles = gluon.jit(mask.key_tiles)
 key_span = gluon.jit(mask.key_span)
 _key_range = gluon.jit(mask.key_range)
 finite = gluon.jit(portable.finite.fn)
+softcap_slope = gluon.jit(portable.softcap_slope.fn)
 logits = gluon.jit(portable.logits.fn)
 sequence_rows = gluon.jit(portable.sequence_rows.fn)
 
@@ -103,3 +104,48 @@ def key_tile_runs(tile, problem, TILE_Q: gl.constexpr, TILE_K: gl.constexpr):
         tile[2], tile[2] + TILE_Q, tile[4], tile[6], left, right, TILE_K
     )
     return first, full_first, full_stop, max(stop, first + 1)
+
+
+@gluon.jit
+def key_tile(t, problem, TILE_K: gl.constexpr, TILE_Q: gl.constexpr, rows_of_entry):
+    """Key tile t: its batch entry, key head and first key, then for queries and for keys the first row
+    in memory and the length of the sequence, and how many keys are seen and queries see; and where the
+    rows of the sequence are in the space of ``around``.
+
+    Both sequences begin with the first that is seen or sees.
+    """
+    work, lengths, counts, window = problem
+    cu_q, cu_k, used_q, used_k, max_q, max_k = lengths
+    heads, group, batch_heads, together = counts
+    left, right = window
+    tiles = gl.cdiv(max_k, TILE_K)
+    # First keys first: under a causal mask they are seen by the most queries.
+    begin = t // (together * tiles) * together
+    place = t % (together * tiles)
+    abreast = min(together, batch_heads - begin)
+    number = begin + place % abreast
+    k_start = place // abreast * TILE_K
+    b = number // heads
+    head = number % heads
+    start_q, seqlen_q = sequence_rows(b, cu_q, used_q, max_q)
+    start_k, seqlen_k = sequence_rows(b, cu_k, used_k, max_k)
+    k_low, k_high = key_span(seqlen_q, seqlen_k, left, right)
+    q_low, q_high = key_span(seqlen_k, seqlen_q, right, left)
+    pad = b * rows_of_entry
+    if cu_q is not None:
+        pad = (start_q // TILE_Q + b) * TILE_Q
+        b = b * 0  # packed tensors have no batch dimension
+    rows_q, rows_k = seqlen_q - q_low, seqlen_k - k_low
+    seen_k, seen_q = k_high - k_low, q_high - q_low
+    return b, head, k_start, start_q + q_low, rows_q, start_k + k_low, rows_k, seen_k, seen_q, pad
+
+
+@gluon.jit
+def query_tiles_of(tile, problem, TILE_Q: gl.constexpr, TILE_K: gl.constexpr):
+    """``mask.key_tiles`` with the roles swapped: the query tiles that see a key tile."""
+    left, right = problem[3]
+    first, full_first, full_stop, stop = key_tiles(
+        tile[2], tile[2] + TILE_K, tile[6], tile[4], right, left, TILE_Q
+    )
+    stop = min(stop, gl.cdiv(tile[8], TILE_Q))
+    return first, full_first, full_stop, gl.where(tile[2] < tile[7], max(stop, first), first)

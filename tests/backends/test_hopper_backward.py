@@ -1,0 +1,129 @@
+"""The Hopper backward in the simulator; what surrounds it, in Triton's interpreter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import problems
+import pytest
+import torch
+from edges import EDGES
+from problems import Problem, Size
+
+pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
+pytest.importorskip("greenlet")
+
+from tilewise import dispatch, reference, schedule, sim
+from tilewise.backends.hopper.agenda import heads_together
+from tilewise.backends.hopper.backward import backward, backward_kernel
+from tilewise.backends.hopper.launch_backward import plan_backward
+from tilewise.ops import Gradients
+
+# Not in a support table yet: what it will be right for.
+SUPPORTED = next(k for k in dispatch.KERNELS if k.name == "triton/fa2").backward - {
+    "fp32",
+    "deterministic",
+}
+RANDOM = 30
+
+
+def simulate(p: Problem, seeds: Iterable[int] = (0,)) -> None:
+    """Gradients of a right forward under several schedules; none may be found fault with."""
+    t = problems.tensors(p)
+    exact = t.x._replace(**{name: getattr(t.x, name).double() for name in "qkv"})
+    out, lse = reference.attention(t.spec, exact, torch.float64)
+    out, lse = out.to(t.spec.dtype), lse.float()
+    rows = {name: _rows(getattr(t.x, name)) for name in "qkv"}
+    dout = torch.zeros_like(t.dout) if p.loss == "lse" else t.dout
+    for seed in seeds:
+        grads = Gradients(t.spec, t.x)
+        if not t.spec.ragged:
+            for name in "qkv":
+                getattr(grads, name).fill_(torch.nan)
+        with sim.intercept(seed=seed) as reports:
+            backward(
+                t.spec, t.x._replace(**rows), out, lse, lse, _rows(dout),
+                None if p.loss == "out" else t.dlse, grads,
+            )  # fmt: skip
+        for report in reports:
+            report.raise_if_any()
+        got = {"out": out, "lse": lse, "dq": grads.q, "dk": grads.k, "dv": grads.v}
+        problems.check_results(p, t, got)
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def test_planned_arguments_are_the_kernels_last_ones_in_order():
+    """They go to a compiled kernel by position: one that moved would be another's value."""
+    spec = problems.tensors(Problem(dtype="bf16")).spec
+    planned = list(plan_backward(spec, 64, 64).launch.arguments)
+    assert planned == backward_kernel.arg_names[-len(planned) :]
+
+
+def edge_cases() -> Iterator[Any]:
+    for n, (name, problem) in enumerate(EDGES.items()):
+        p = replace(problem, dtype=("bf16", "fp16")[n % 2], seed=n)
+        fits = max(p.head_dim, p.head_dim_v) <= 128 and p.loss != "none"
+        if fits and problems.features(p) <= SUPPORTED:
+            yield pytest.param(p, id=name)
+
+
+@pytest.mark.parametrize("problem", list(edge_cases()))
+def test_edge(problem: Problem):
+    simulate(problem)
+
+
+FORMS = {
+    "full": {},
+    "causal": {"causal": True},
+    "window": {"window": (70, 30)},
+    "window that leaves keys and queries out": {"window": (20, -40)},
+    "softcap": {"softcap": 5.0, "causal": True},
+}
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (128, 64), (40, 96)])
+def test_every_variant_under_many_schedules(dims, form: str, dtype: str, sim_seeds: range):
+    """A race or a deadlock shows in some order of events, not in all."""
+    p = Problem(((130, 300),), 1, 2, *dims, dtype, seed=dims[0], **FORMS[form])
+    simulate(p, sim_seeds[:5])
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128)])
+def test_packed_and_used_lengths(dims, sim_seeds: range, monkeypatch: pytest.MonkeyPatch):
+    """Each sequence has rows of its own for statistics and dQ, whole tiles of them."""
+    lengths = ((5, 200), (200, 5), (0, 30), (140, 300), (64, 0), (63, 65), (65, 1))
+    p = Problem(lengths, 3, 2, *dims, "bf16", varlen=True, causal=True, tail=(3, 2))
+    simulate(p, sim_seeds[:3])
+    used = Problem(((150, 280),) * 3, 2, 1, *dims, "bf16", used_q=(150, 0, 33), used_k=(1, 70, 280))
+    simulate(used, sim_seeds[:3])
+    monkeypatch.setattr(schedule, "KEPT_IN_L2", 1)
+    assert heads_together(problems.tensors(p).spec) == 2
+    simulate(p)
+
+
+SIZE = Size(
+    lengths=(129, 1, 2, 3, 17, 64, 97, 127, 200, 259),
+    head_dims=(64, 128, 16, 40, 96, 111),
+    sequences=(1, 2, 0, 3),
+    heads_kv=(1, 2),
+    groups=(1, 2, 3),
+    dtypes=("bf16", "fp16"),
+)
+
+
+@pytest.mark.parametrize("block", range(RANDOM // 10))
+def test_random_problems(block: int):
+    """A failing problem is printed whole; its number is its seed."""
+    for seed in range(10 * block, 10 * block + 10):
+        p = problems.random_problem(seed, SUPPORTED, SIZE)
+        try:
+            simulate(replace(p, loss="both" if p.loss == "none" else p.loss))
+        except Exception as error:
+            raise AssertionError(f"random problem {seed}: {p}: {error}") from error

@@ -1,0 +1,197 @@
+"""What surrounds the Hopper backward: row statistics before it, dQ in its dtype and order after it.
+
+Both live in a space of rows of their own, in which every sequence begins with a whole tile of TILE_Q
+rows: (head, rows of the head), packed sequences one after another, or (entry, head, rows). Rows that are
+nobody's have a log-sum-exp of +inf, with which every weight is 0.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tilewise.backends.triton.launch import lengths, on_device, strides
+from tilewise.backends.triton.tile import key_span, load_tile, matrix, sequence_rows
+from tilewise.schedule import HOPPER_BACKWARD
+from tilewise.spec import AttentionSpec, Inputs
+
+TILE_Q = HOPPER_BACKWARD[64].q  # of all tiles
+GROUPS = HOPPER_BACKWARD[64].warps // 4
+INF = tl.constexpr(float("inf"))
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+class Space(NamedTuple):
+    """Sizes of the space of rows."""
+
+    rows: int
+    of_head: int  # from one head to the next
+    of_entry: int  # from one batch entry to the next; of packed sequences each begins where it may
+    columns: int  # of the accumulator of dQ
+
+
+def space_of(spec: AttentionSpec, x: Inputs) -> Space:
+    block = max(64, triton.next_power_of_2(spec.head_dim))
+    if spec.varlen:
+        of_head = (x.q.shape[0] // TILE_Q + spec.batch + 1) * TILE_Q
+        return Space(spec.heads_q * of_head, of_head, 0, block)
+    of_head = triton.cdiv(spec.max_seqlen_q, TILE_Q) * TILE_Q
+    of_entry = spec.heads_q * of_head
+    return Space(spec.batch * of_entry, of_head, of_entry, block)
+
+
+@triton.jit
+def _sequence(b, lengths, left, right, of_entry, TILE_Q: tl.constexpr):
+    """First row and length of the queries, which of them see a key, and their place in the space."""
+    cu_q, cu_k, used_q, used_k, max_q, max_k = lengths
+    start_q, seqlen_q = sequence_rows(b, cu_q, used_q, max_q)
+    start_k, seqlen_k = sequence_rows(b, cu_k, used_k, max_k)
+    low, high = key_span(seqlen_k, seqlen_q, right, left)
+    place = b * of_entry
+    if cu_q is not None:
+        place = (start_q // TILE_Q + b) * TILE_Q
+    return start_q, seqlen_q, low, high, place
+
+
+@triton.jit
+def prepare_kernel(
+    out_ptr,
+    lse_ptr,
+    dout_ptr,
+    dlse_ptr,
+    lse_rows_ptr,
+    delta_rows_ptr,
+    strides,  # of out, lse, dout, dlse
+    lengths,
+    heads,
+    left,
+    right,
+    of_head,
+    of_entry,
+    DV: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    TILE_Q: tl.constexpr,
+):
+    """Log-sum-exp in units of log2(e), and delta = rowsum(dO * O) - dlse, of one query tile."""
+    out_strides, lse_strides, dout_strides, dlse_strides = strides
+    tiles = tl.cdiv(lengths[4], TILE_Q)
+    b = tl.program_id(0) // tiles // heads
+    head = tl.program_id(0) // tiles % heads
+    row = tl.program_id(0) % tiles * TILE_Q
+    start_q, seqlen_q, low, high, place = _sequence(b, lengths, left, right, of_entry, TILE_Q)
+    if low + row >= high:
+        return
+    out_base = matrix(out_ptr, out_strides, b, start_q, head)
+    dout_base = matrix(dout_ptr, dout_strides, b, start_q, head)
+    lse_base = matrix(lse_ptr, lse_strides, b, start_q, head)
+    out = load_tile(out_base, out_strides[1], low + row, low, high, TILE_Q, BLOCK_DV, DV, True)
+    dout = load_tile(dout_base, dout_strides[1], low + row, low, high, TILE_Q, BLOCK_DV, DV, True)
+    delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
+    rows = low + row + tl.arange(0, TILE_Q)
+    inside = rows < high
+    if dlse_ptr is not None:
+        dlse_base = matrix(dlse_ptr, dlse_strides, b, start_q, head)
+        delta -= tl.load(dlse_base + rows.to(tl.int64) * dlse_strides[1], mask=inside, other=0.0)
+    lse = tl.load(lse_base + rows, mask=inside, other=INF) * LOG2E
+    lse = tl.where(lse == -INF, INF, lse)
+    at = head.to(tl.int64) * of_head + place + row + tl.arange(0, TILE_Q)
+    tl.store(lse_rows_ptr + at, lse)
+    tl.store(delta_rows_ptr + at, tl.where(lse == INF, 0.0, delta))
+
+
+@triton.jit
+def finish_kernel(
+    dq_rows_ptr,
+    dq_ptr,
+    dq_strides,
+    lengths,
+    heads,
+    left,
+    right,
+    of_head,
+    of_entry,
+    scale,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    GROUPS: tl.constexpr,
+    TILE_Q: tl.constexpr,
+):
+    """dQ of one tile of rows, from the order of ``backward.in_fragments``."""
+    tiles = tl.cdiv(lengths[4], TILE_Q)
+    b = tl.program_id(0) // tiles // heads
+    head = tl.program_id(0) // tiles % heads
+    start_q, seqlen_q, low, high, place = _sequence(b, lengths, left, right, of_entry, TILE_Q)
+    rows = tl.program_id(0) % tiles * TILE_Q + tl.arange(0, TILE_Q)
+    if tl.program_id(0) % tiles * TILE_Q >= seqlen_q:
+        return
+    i = rows - low
+    r = i % TILE_Q
+    tile = head.to(tl.int64) * of_head + place + (i - r)
+    c = tl.arange(0, BLOCK_D)
+    PART: tl.constexpr = BLOCK_D // GROUPS
+    # A warp has 16 rows, r // 16; of these a thread r % 8 and 8 more; of 8 columns it has a pair.
+    of_row = (r // 16) * 128 + r % 8 * 16 + r % 16 // 8 * 2
+    of_column = (c % PART // 8 * GROUPS + c // PART) * 512 + c % 8 // 2 * 4 + c % 2
+    at = (tile * BLOCK_D + of_row)[:, None] + of_column[None, :]
+    seen = (i >= 0) & (rows < high)
+    dq = tl.load(dq_rows_ptr + at, mask=seen[:, None], other=0.0) * scale
+    base = matrix(dq_ptr, dq_strides, b, start_q, head)
+    inside = (rows < seqlen_q)[:, None] & (c < D)[None, :]
+    at = rows.to(tl.int64)[:, None] * dq_strides[1] + c[None, :]
+    tl.store(base + at, dq.to(dq_ptr.dtype.element_ty), mask=inside)
+
+
+def prepare_rows(
+    spec: AttentionSpec, x: Inputs, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
+) -> tuple[Tensor, Tensor, Space]:
+    """Row statistics in their space, fp32."""
+    space = space_of(spec, x)
+    lse_rows, delta_rows = (lse.new_empty(max(space.rows, 1)) for _ in range(2))
+    programs = spec.batch * spec.heads_q * triton.cdiv(spec.max_seqlen_q, TILE_Q)
+    if programs:
+        with on_device(spec.device):
+            prepare_kernel[(programs,)](
+                out,
+                lse,
+                dout,
+                dlse,
+                lse_rows,
+                delta_rows,
+                tuple([strides(spec, t) for t in (out, lse, dout, dlse)]),
+                lengths(spec, x),
+                spec.heads_q,
+                spec.window_left,
+                spec.window_right,
+                space.of_head,
+                space.of_entry,
+                DV=spec.head_dim_v,
+                BLOCK_DV=max(16, triton.next_power_of_2(spec.head_dim_v)),
+                TILE_Q=TILE_Q,
+            )
+    return lse_rows, delta_rows, space
+
+
+def finish_dq(spec: AttentionSpec, x: Inputs, dq_rows: Tensor, space: Space, dq: Tensor) -> None:
+    """Fill dq."""
+    programs = spec.batch * spec.heads_q * triton.cdiv(spec.max_seqlen_q, TILE_Q)
+    if programs:
+        with on_device(spec.device):
+            finish_kernel[(programs,)](
+                dq_rows,
+                dq,
+                strides(spec, dq),
+                lengths(spec, x),
+                spec.heads_q,
+                spec.window_left,
+                spec.window_right,
+                space.of_head,
+                space.of_entry,
+                spec.scale,
+                D=spec.head_dim,
+                BLOCK_D=space.columns,
+                GROUPS=GROUPS,
+                TILE_Q=TILE_Q,
+            )

@@ -1,0 +1,108 @@
+"""From a spec and its tensors to a launch of the Hopper backward: descriptors, counts, tile, grid."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import triton
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from tilewise import mask, schedule
+from tilewise.backends.hopper.agenda import heads_together
+from tilewise.backends.hopper.around import Space
+from tilewise.backends.hopper.launch import descriptor, for_tma
+from tilewise.backends.relaunch import Relaunch
+from tilewise.backends.triton.launch import lengths, on_device, score_factors, strides
+from tilewise.ops import Gradients
+from tilewise.spec import AttentionSpec, Inputs
+
+
+class Plan(NamedTuple):
+    """What a launch needs besides tensors: the same for every call with one spec."""
+
+    tile: schedule.HopperBackwardTile
+    blocks: tuple[int, int]  # columns of a tile of Q and K, and of V and dO
+    launch: Relaunch
+
+
+@lru_cache(maxsize=1024)
+def plan_backward(spec: AttentionSpec, of_head: int, of_entry: int) -> Plan:
+    """Tile, number of programs and scalar arguments for a spec. of_head, of_entry: see ``Space``."""
+    block_d, block_dv = (max(64, triton.next_power_of_2(d)) for d in (spec.head_dim, spec.head_dim_v))
+    tile = schedule.HOPPER_BACKWARD[max(block_d, block_dv)]
+    heads = spec.batch * spec.heads_kv
+    arguments = {
+        "heads": spec.heads_kv,
+        "group": spec.group,
+        "batch_heads": heads,
+        "together": max(1, heads_together(spec) // spec.group),
+        "left": spec.window_left,
+        "right": spec.window_right,
+        **score_factors(spec),
+        "gradient_scale": spec.scale,
+        "columns_d": spec.head_dim,
+        "columns_dv": spec.head_dim_v,
+        "rows_of_head": of_head,
+        "rows_of_entry": of_entry,
+        "BLOCK_D": block_d,
+        "BLOCK_DV": block_dv,
+        "TILE_Q": tile.q,
+        "TILE_K": tile.k,
+        "STAGES": tile.stages,
+        "WARPS": tile.warps,
+        "RAGGED": spec.ragged,
+    }
+    options = {"num_warps": tile.warps, "maxnreg": tile.maxnreg}
+    programs = heads * triton.cdiv(spec.max_seqlen_k, tile.k)
+    return Plan(tile, (block_d, block_dv), Relaunch(programs, arguments, options))
+
+
+def launch_backward(
+    kernel: Any,
+    spec: AttentionSpec,
+    x: Inputs,
+    dout: Tensor,
+    lse_rows: Tensor,
+    delta_rows: Tensor,
+    dq_rows: Tensor,
+    space: Space,
+    grads: Gradients,
+) -> None:
+    """Fill grads.k and grads.v, and add to dq_rows."""
+    plan = plan_backward(spec, space.of_head, space.of_entry)
+    low, seen_k = mask.key_span(spec.max_seqlen_q, spec.max_seqlen_k, *spec.window)
+    _, seen_q = mask.key_span(spec.max_seqlen_k, spec.max_seqlen_q, *spec.window[::-1])
+    if not spec.ragged and (low > 0 or seen_k < spec.max_seqlen_k or spec.max_seqlen_q == 0):
+        grads.k.zero_()  # the kernel writes nothing for keys that nobody sees
+        grads.v.zero_()
+    if plan.launch.programs == 0 or spec.max_seqlen_q == 0:
+        return
+    q, k, v, dout = (for_tma(spec, t) for t in (x.q, x.k, x.v, dout))
+    flat = gl.NVMMASharedLayout(0, 32, rank=1)
+    pieces = gl.NVMMASharedLayout(0, 32, rank=2)
+    block_d, block_dv = plan.blocks
+    with on_device(spec.device):
+        plan.launch(
+            kernel,
+            descriptor(spec, k, seen_k, (plan.tile.k, block_d)),
+            descriptor(spec, v, seen_k, (plan.tile.k, block_dv)),
+            descriptor(spec, q, seen_q, (plan.tile.q, block_d)),
+            descriptor(spec, dout, seen_q, (plan.tile.q, block_dv)),
+            TensorDescriptor(lse_rows, [lse_rows.numel()], [1], [plan.tile.q], flat),
+            TensorDescriptor(delta_rows, [delta_rows.numel()], [1], [plan.tile.q], flat),
+            TensorDescriptor(
+                dq_rows.view(-1, 256),
+                [dq_rows.numel() // 256, 256],
+                [256, 1],
+                [plan.tile.q * block_d // 256, 256],
+                pieces,
+            ),
+            grads.k,
+            *strides(spec, grads.k),
+            grads.v,
+            *strides(spec, grads.v),
+            *lengths(spec, x),
+        )
