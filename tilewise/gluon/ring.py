@@ -58,18 +58,6 @@ class Ring:
         tma_load(desc, coord, self.full.index(i % self.stages), self.stage(i, part))
 
     @gluon.jit
-    def load_beside(self, i, desc, coord, buffer):
-        """Producer: copy into the stage of tile i of a buffer of its own, for which this ring's barriers
-        stand as well. ``acquire`` counts its bytes."""
-        st = i % self.stages
-        tma_load(desc, coord, self.full.index(st), buffer.index(st))
-
-    @gluon.jit
-    def beside(self, i, buffer):
-        """Consumer: what ``load_beside`` has brought."""
-        return buffer.index(i % self.stages)
-
-    @gluon.jit
     def wait_full(self, i):
         """Consumer: wait until tile i has arrived; returns its buffer (of its first part)."""
         at_tile(i)

@@ -68,9 +68,16 @@ def produce(inputs, ring, beside, once, tile, runs, problem, rows_of_head, RAGGE
         statistic = head * rows_of_head + pad + row
         ring.acquire(step, nbytes)
         ring.load(step, q_desc, at)
-        ring.load_beside(step, dout_desc, at, dout_s)
-        ring.load_beside(step, lse_desc, [statistic], lse_s)
-        ring.load_beside(step, delta_desc, [statistic], delta_s)
+        load_beside(ring, step, dout_desc, at, dout_s)
+        load_beside(ring, step, lse_desc, [statistic], lse_s)
+        load_beside(ring, step, delta_desc, [statistic], delta_s)
+
+
+@gluon.jit
+def load_beside(ring, step, desc, at, buffer):
+    """Load into the stage of a buffer for which the ring's barriers stand as well."""
+    st = step % ring.stages
+    tma_load(desc, at, ring.full.index(st), buffer.index(st))
 
 
 @gluon.jit
@@ -126,10 +133,11 @@ def consume(results, shared, tile, runs, problem, factors, WARPS: gl.constexpr):
     for step in range(count * group):
         n = runs[0] + step % count
         q = ring.wait_full(step)
-        dout = ring.beside(step, dout_s)
+        st = step % ring.stages
+        dout = dout_s.index(st)
         s_token = warpgroup_mma(k_s, q.permute((1, 0)), no_scores, use_acc=False, is_async=True)
         dp_token = warpgroup_mma(v_s, dout.permute((1, 0)), no_scores, use_acc=False, is_async=True)
-        lse = ring.beside(step, lse_s).load(per_query)
+        lse = lse_s.index(st).load(per_query)
         s = warpgroup_mma_wait(1, [s_token])
         s, factor = logits(s, scale, softcap)
         p = gl.exp2(s * factor - lse[None, :])
@@ -141,7 +149,7 @@ def consume(results, shared, tile, runs, problem, factors, WARPS: gl.constexpr):
             p = gl.where(seen, p, 0.0)
         p_left = gl.convert_layout(p.to(DTYPE), gl.DotOperandLayout(0, dv_layout, 2))
         dv_token = warpgroup_mma(p_left, dout, dv, is_async=True)
-        delta = ring.beside(step, delta_s).load(per_query)
+        delta = delta_s.index(st).load(per_query)
         dp = warpgroup_mma_wait(1, [dp_token])
         ds = p * (dp - delta[None, :])
         if softcap is not None:
