@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,7 +24,8 @@ class Compiled:
 
 
 class Kernel:
-    def __init__(self) -> None:
+    def __init__(self, specialised: bool = False) -> None:
+        self.params = [SimpleNamespace(name="n", do_not_specialize=not specialised)] * 4
         self.compiled_for: list[Any] = []
         self.runs: list[Any] = []
 
@@ -84,3 +86,11 @@ def test_what_is_not_compiled_is_never_kept(launched, monkeypatch: pytest.Monkey
     launch(kernel, torch.zeros(8))
     launch(kernel, torch.zeros(8))
     assert len(kernel.compiled_for) == 2
+
+
+@pytest.mark.parametrize("argument", [8, (8, 1)])
+def test_an_integer_that_is_compiled_in_is_refused(launched, argument: Any):
+    """A second call with another one would run the first one's variant."""
+    launch, _ = launched
+    with pytest.raises(TypeError, match="n: an integer"):
+        launch(Kernel(specialised=True), torch.zeros(8), argument)

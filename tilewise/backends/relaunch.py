@@ -33,9 +33,17 @@ class Relaunch:
         if run is not None:
             run(*given, *self.arguments.values())
             return
+        _check(kernel, given)
         compiled = kernel[(self.programs,)](*given, **self.arguments, **self.options)
         if isinstance(compiled, CompiledKernel):  # nothing is, in the simulator
             self._variants[kind] = compiled[(self.programs, 1, 1)]
+
+
+def _check(kernel: Any, given: tuple[Any, ...]) -> None:
+    """Whether nothing is compiled in that ``_kind`` does not tell apart."""
+    for parameter, argument in zip(kernel.params, given, strict=False):
+        if isinstance(argument, int | tuple) and not parameter.do_not_specialize:
+            raise TypeError(f"{parameter.name}: an integer that the kernel is specialised for")
 
 
 def _kind(argument: Any) -> Any:

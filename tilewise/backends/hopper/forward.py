@@ -410,16 +410,8 @@ def finish(W: gl.constexpr, sums, i, tile, results, problem, how: gl.constexpr, 
 # Sizes are not compiled in, whatever they are: one kernel serves all.
 @gluon.jit(
     do_not_specialize=[
-        "max_q",
-        "max_k",
-        "heads",
-        "group",
-        "batch_heads",
-        "together",
-        "left",
-        "right",
-        "tiles",
-        "columns",
+        *("o_batch", "o_row", "o_head", "lse_batch", "lse_head", "max_q", "max_k", "heads", "group"),
+        *("batch_heads", "together", "left", "right", "tiles", "columns"),
     ]
 )
 def forward_kernel(
