@@ -124,3 +124,17 @@ def test_a_graph_replays_a_causal_call():
     q.copy_(torch.randn_like(q))
     graph.replay()
     assert torch.equal(out, attention(q, k, v, causal=True, **HOW))
+
+
+def test_compiled_with_graphs():
+    """The pool of a graph that warms up is reset: a list of query tiles in it would be overwritten."""
+    compiled = torch.compile(lambda q, k, v: attention(q, k, v, causal=True) * 2, mode="reduce-overhead")
+    for length in (900, 1100, 1300):
+        for _ in range(4):
+            q, k, v = (
+                torch.randn(2, length, 4, 64, device=DEVICE, dtype=torch.bfloat16) for _ in range(3)
+            )
+            torch.compiler.cudagraph_mark_step_begin()
+            got = compiled(q, k, v).clone()
+            [torch.full((length,), -1, device=DEVICE, dtype=torch.int32) for _ in range(20)]
+            assert torch.equal(got, attention(q, k, v, causal=True) * 2)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 import triton
@@ -31,13 +32,22 @@ def agenda(spec: AttentionSpec, tile_q: int, tile_k: int, programs: int) -> Tens
     key = (costs, spec.batch * spec.heads_q, heads_together(spec), programs)
     place = (*key, spec.device)
     if place not in _kept and not capturing(spec.device):
-        _kept[place] = deal(*key).to(spec.device)
+        _kept[place] = _on_device(deal(*key), spec.device)
     return _kept.get(place)
 
 
 # For ever: a captured graph and kernels on other streams read a list long after the call, and nobody
 # else holds it. It is 4 bytes a query tile.
 _kept: dict[tuple[object, ...], Tensor] = {}
+
+
+def _on_device(lists: Tensor, device: torch.device) -> Tensor:
+    """Copied by a thread of its own: the caller's may be warming up a graph (torch.compile's
+    reduce-overhead), and then allocates from a pool that is reset under what stays there."""
+    if device.type != "cuda":
+        return lists.to(device)
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(lists.to, device).result()
 
 
 def capturing(device: torch.device) -> bool:
