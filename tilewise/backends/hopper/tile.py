@@ -47,6 +47,16 @@ def tile_number(turn, problem):
 
 
 @gluon.jit
+def head_and_rank(t, tiles, batch_heads, together):
+    """Tile t, where all heads' first tiles come first, then their second ones: but of `together` heads
+    at a time, whose keys and values fit the L2 cache."""
+    begin = t // (together * tiles) * together
+    place = t % (together * tiles)
+    abreast = min(together, batch_heads - begin)
+    return begin + place % abreast, place // abreast
+
+
+@gluon.jit
 def query_tile(t, problem, TILE_Q: gl.constexpr):
     """Query tile t: its batch entry, query head and first query, then for queries and for keys the
     first row in memory and the length of the sequence, and the length up to which keys are seen.
@@ -59,13 +69,9 @@ def query_tile(t, problem, TILE_Q: gl.constexpr):
     left, right = window
     tiles = gl.cdiv(max_q, TILE_Q)
     if cu_q is not None or used_q is not None or used_k is not None:
-        # Last queries first: under a causal mask they see the most keys, and are of long sequences. But
-        # of `together` heads at a time, whose keys and values fit the L2 cache.
-        begin = t // (together * tiles) * together
-        place = t % (together * tiles)
-        abreast = min(together, batch_heads - begin)
-        number = begin + place % abreast
-        row = tiles - 1 - place // abreast
+        # Last queries first: under a causal mask they see the most keys, and are of long sequences.
+        number, rank = head_and_rank(t, tiles, batch_heads, together)
+        row = tiles - 1 - rank
     else:
         number = t // tiles
         row = t % tiles
@@ -120,11 +126,8 @@ def key_tile(t, problem, TILE_K: gl.constexpr, TILE_Q: gl.constexpr, rows_of_ent
     left, right = window
     tiles = gl.cdiv(max_k, TILE_K)
     # First keys first: under a causal mask they are seen by the most queries.
-    begin = t // (together * tiles) * together
-    place = t % (together * tiles)
-    abreast = min(together, batch_heads - begin)
-    number = begin + place % abreast
-    k_start = place // abreast * TILE_K
+    number, rank = head_and_rank(t, tiles, batch_heads, together)
+    k_start = rank * TILE_K
     b = number // heads
     head = number % heads
     start_q, seqlen_q = sequence_rows(b, cu_q, used_q, max_q)
