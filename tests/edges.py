@@ -6,6 +6,8 @@ In all of them, whatever has no effect (rows of no sequence, keys that no query 
 
 from __future__ import annotations
 
+from typing import Any
+
 from problems import Problem
 
 _GQA = {"heads_kv": 2, "group": 3}
@@ -191,4 +193,13 @@ ALONE = {
     "dropout": Problem(dropout_p=0.5),
     "lse_grad": Problem(loss="lse"),
     "deterministic": Problem(deterministic=True),
+}
+
+# What makes other loops of a kernel, as arguments of Problem.
+MASKS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "causal": {"causal": True},
+    "window": {"window": (70, 30)},
+    "window that leaves keys and queries out": {"window": (20, -40)},
+    "softcap": {"softcap": 5.0, "causal": True},
 }

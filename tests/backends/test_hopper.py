@@ -12,7 +12,7 @@ from typing import Any
 import problems
 import pytest
 import torch
-from edges import EDGES
+from edges import EDGES, MASKS
 from problems import Problem, Size, how
 
 pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
@@ -73,22 +73,13 @@ def test_edge(problem: Problem):
     simulate(problem)
 
 
-FORMS = {
-    "full": {},
-    "causal": {"causal": True},
-    "window": {"window": (70, 30)},
-    "window that leaves keys out": {"window": (20, -40)},
-    "softcap": {"softcap": 5.0, "causal": True},
-}
-
-
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", MASKS)
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256), (192, 128), (160, 160), (40, 24)])
 def test_every_variant_under_many_schedules(dims, form: str, dtype: str, sim_seeds: range):
     """A race or a deadlock shows in some order of events, not in all."""
     d, dv = dims
-    p = Problem(((130, 300),), 1, 2, d, dv, dtype, seed=d, **FORMS[form])
+    p = Problem(((130, 300),), 1, 2, d, dv, dtype, seed=d, **MASKS[form])
     results = simulate(p, sim_seeds)
     for other in results[1:]:
         assert all(torch.equal(results[0][name], other[name]) for name in other)

@@ -9,7 +9,7 @@ from typing import Any
 import problems
 import pytest
 import torch
-from edges import EDGES
+from edges import EDGES, MASKS
 from problems import Problem, Size
 
 pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
@@ -77,21 +77,12 @@ def test_edge(problem: Problem):
     simulate(problem)
 
 
-FORMS = {
-    "full": {},
-    "causal": {"causal": True},
-    "window": {"window": (70, 30)},
-    "window that leaves keys and queries out": {"window": (20, -40)},
-    "softcap": {"softcap": 5.0, "causal": True},
-}
-
-
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", MASKS)
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (128, 64), (40, 96)])
 def test_every_variant_under_many_schedules(dims, form: str, dtype: str, sim_seeds: range):
     """A race or a deadlock shows in some order of events, not in all."""
-    p = Problem(((130, 300),), 1, 2, *dims, dtype, seed=dims[0], **FORMS[form])
+    p = Problem(((130, 300),), 1, 2, *dims, dtype, seed=dims[0], **MASKS[form])
     simulate(p, sim_seeds)
 
 

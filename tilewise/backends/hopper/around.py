@@ -13,8 +13,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tilewise.backends.hopper.launch import block_columns
+from tilewise.backends.triton.delta import delta_of_rows
 from tilewise.backends.triton.launch import lengths, on_device, strides
-from tilewise.backends.triton.tile import key_span, load_tile, matrix, sequence_rows
+from tilewise.backends.triton.tile import key_span, matrix, sequence_rows
 from tilewise.schedule import HOPPER_BACKWARD
 from tilewise.spec import AttentionSpec, Inputs
 
@@ -34,26 +36,31 @@ class Space(NamedTuple):
 
 
 def space_of(spec: AttentionSpec, x: Inputs) -> Space:
-    block = max(64, triton.next_power_of_2(spec.head_dim))
+    columns = block_columns(spec.head_dim)
     if spec.varlen:
         of_head = (x.q.shape[0] // TILE_Q + spec.batch + 1) * TILE_Q
-        return Space(spec.heads_q * of_head, of_head, 0, block)
+        return Space(spec.heads_q * of_head, of_head, 0, columns)
     of_head = triton.cdiv(spec.max_seqlen_q, TILE_Q) * TILE_Q
     of_entry = spec.heads_q * of_head
-    return Space(spec.batch * of_entry, of_head, of_entry, block)
+    return Space(spec.batch * of_entry, of_head, of_entry, columns)
 
 
 @triton.jit
-def _sequence(b, lengths, left, right, of_entry, TILE_Q: tl.constexpr):
-    """First row and length of the queries, which of them see a key, and their place in the space."""
+def _query_tile(lengths, heads, left, right, of_entry, TILE_Q: tl.constexpr):
+    """The program's batch entry, head and first row; of its sequence the first row in memory and the
+    length, which queries see a key, and its place in the space."""
     cu_q, cu_k, used_q, used_k, max_q, max_k = lengths
+    tiles = tl.cdiv(max_q, TILE_Q)
+    b = tl.program_id(0) // tiles // heads
+    head = tl.program_id(0) // tiles % heads
+    row = tl.program_id(0) % tiles * TILE_Q
     start_q, seqlen_q = sequence_rows(b, cu_q, used_q, max_q)
     start_k, seqlen_k = sequence_rows(b, cu_k, used_k, max_k)
     low, high = key_span(seqlen_k, seqlen_q, right, left)
     place = b * of_entry
     if cu_q is not None:
         place = (start_q // TILE_Q + b) * TILE_Q
-    return start_q, seqlen_q, low, high, place
+    return b, head, row, start_q, seqlen_q, low, high, place
 
 
 @triton.jit
@@ -77,25 +84,16 @@ def prepare_kernel(
 ):
     """Log-sum-exp in units of log2(e), and delta = rowsum(dO * O) - dlse, of one query tile."""
     out_strides, lse_strides, dout_strides, dlse_strides = strides
-    tiles = tl.cdiv(lengths[4], TILE_Q)
-    b = tl.program_id(0) // tiles // heads
-    head = tl.program_id(0) // tiles % heads
-    row = tl.program_id(0) % tiles * TILE_Q
-    start_q, seqlen_q, low, high, place = _sequence(b, lengths, left, right, of_entry, TILE_Q)
+    tile = _query_tile(lengths, heads, left, right, of_entry, TILE_Q)
+    b, head, row, start_q, seqlen_q, low, high, place = tile
     if low + row >= high:
         return
-    out_base = matrix(out_ptr, out_strides, b, start_q, head)
-    dout_base = matrix(dout_ptr, dout_strides, b, start_q, head)
+    pointers = (out_ptr, dout_ptr, dlse_ptr)
+    read = (out_strides, dout_strides, dlse_strides)
+    delta = delta_of_rows(pointers, read, b, start_q, head, low + row, low, high, DV, BLOCK_DV, TILE_Q)
     lse_base = matrix(lse_ptr, lse_strides, b, start_q, head)
-    out = load_tile(out_base, out_strides[1], low + row, low, high, TILE_Q, BLOCK_DV, DV, True)
-    dout = load_tile(dout_base, dout_strides[1], low + row, low, high, TILE_Q, BLOCK_DV, DV, True)
-    delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
     rows = low + row + tl.arange(0, TILE_Q)
-    inside = rows < high
-    if dlse_ptr is not None:
-        dlse_base = matrix(dlse_ptr, dlse_strides, b, start_q, head)
-        delta -= tl.load(dlse_base + rows.to(tl.int64) * dlse_strides[1], mask=inside, other=0.0)
-    lse = tl.load(lse_base + rows, mask=inside, other=INF) * LOG2E
+    lse = tl.load(lse_base + rows, mask=rows < high, other=INF) * LOG2E
     lse = tl.where(lse == -INF, INF, lse)
     at = head.to(tl.int64) * of_head + place + row + tl.arange(0, TILE_Q)
     tl.store(lse_rows_ptr + at, lse)
@@ -120,22 +118,20 @@ def finish_kernel(
     TILE_Q: tl.constexpr,
 ):
     """dQ of one tile of rows, from the order of ``backward.in_fragments``."""
-    tiles = tl.cdiv(lengths[4], TILE_Q)
-    b = tl.program_id(0) // tiles // heads
-    head = tl.program_id(0) // tiles % heads
-    start_q, seqlen_q, low, high, place = _sequence(b, lengths, left, right, of_entry, TILE_Q)
-    rows = tl.program_id(0) % tiles * TILE_Q + tl.arange(0, TILE_Q)
-    if tl.program_id(0) % tiles * TILE_Q >= seqlen_q:
+    tile = _query_tile(lengths, heads, left, right, of_entry, TILE_Q)
+    b, head, row, start_q, seqlen_q, low, high, place = tile
+    if row >= seqlen_q:
         return
+    rows = row + tl.arange(0, TILE_Q)
     i = rows - low
     r = i % TILE_Q
-    tile = head.to(tl.int64) * of_head + place + (i - r)
+    first = head.to(tl.int64) * of_head + place + (i - r)  # of the tile in the space
     c = tl.arange(0, BLOCK_D)
     PART: tl.constexpr = BLOCK_D // GROUPS
     # A warp has 16 rows, r // 16; of these a thread r % 8 and 8 more; of 8 columns it has a pair.
     of_row = (r // 16) * 128 + r % 8 * 16 + r % 16 // 8 * 2
     of_column = (c % PART // 8 * GROUPS + c // PART) * 512 + c % 8 // 2 * 4 + c % 2
-    at = (tile * BLOCK_D + of_row)[:, None] + of_column[None, :]
+    at = (first * BLOCK_D + of_row)[:, None] + of_column[None, :]
     seen = (i >= 0) & (rows < high)
     dq = tl.load(dq_rows_ptr + at, mask=seen[:, None], other=0.0) * scale
     base = matrix(dq_ptr, dq_strides, b, start_q, head)

@@ -24,7 +24,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from tilewise.backends.hopper.around import finish_dq, prepare_rows
 from tilewise.backends.hopper.launch_backward import launch_backward
-from tilewise.backends.hopper.tile import key_range, key_tile, logits, query_tiles_of, softcap_slope
+from tilewise.backends.hopper.tile import (
+    key_range,
+    key_tile,
+    logits,
+    query_tiles_of,
+    softcap_slope,
+    store_rows,
+)
 from tilewise.gluon.compat import (
     label,
     label_stages,
@@ -168,8 +175,9 @@ def consume(results, shared, tile, runs, problem, factors, WARPS: gl.constexpr):
         mbarrier.arrive(dq_full, count=1)
         dk = warpgroup_mma_wait(0, [dk_token])
         ring.release(step)
-    store_rows(dk * gradient_scale, results[0], tile)
-    store_rows(dv, results[1], tile)
+    rows = (b, kv_head, start_k, k_start, seen_k)
+    store_rows(dk * gradient_scale, results[0], rows)
+    store_rows(dv, results[1], rows)
 
 
 @gluon.jit
@@ -182,20 +190,6 @@ def in_fragments(dq, GROUPS: gl.constexpr):
     COLUMNS: gl.constexpr = dq.shape[1]
     parts = dq.reshape([4, 2, 8, GROUPS, COLUMNS // GROUPS // 8, 4, 2])
     return parts.permute([4, 3, 0, 2, 5, 1, 6]).reshape([ROWS * COLUMNS // 256, 256])
-
-
-@gluon.jit
-def store_rows(x, to, tile):
-    """Store a gradient of the key tile."""
-    ptr, strides, columns = to
-    b, kv_head, k_start, start_q, seqlen_q, start_k, seqlen_k, seen_k, seen_q, pad = tile
-    layout: gl.constexpr = x.type.layout
-    rows = k_start + gl.arange(0, x.shape[0], gl.SliceLayout(1, layout))
-    column = gl.arange(0, x.shape[1], gl.SliceLayout(0, layout))
-    base = ptr + b.to(gl.int64) * strides[0] + kv_head.to(gl.int64) * strides[2]
-    inside = (rows < seen_k)[:, None] & (column < columns)[None, :]
-    at = (start_k + rows).to(gl.int64)[:, None] * strides[1] + column[None, :]
-    gl.store(base + at, x.to(ptr.dtype.element_ty), mask=inside)
 
 
 @gluon.jit(

@@ -34,6 +34,7 @@ from tilewise.backends.hopper.tile import (
     key_tile_runs,
     logits,
     query_tile,
+    store_rows,
     tile_count,
     tile_has_dead_rows,
     tile_number,
@@ -375,7 +376,6 @@ def finish(W: gl.constexpr, sums, i, tile, results, problem, how: gl.constexpr, 
     o, top, total = sums
     o_desc, o_s, o_ptr, o_strides, lse_ptr, lse_strides, columns = results
     b, head, q_start, start_q, seqlen_q, start_k, seqlen_k, seen_k = tile
-    layout: gl.constexpr = o.type.layout
     overflow = gl.convert_layout(gl.sum(o * 0.0, 1), total.type.layout) + total * 0.0 != 0
     first, stop = key_range(i, tile, problem)
     lost = (i < seqlen_q) & (first < stop) & (overflow | (total < LEAST_SUM))
@@ -398,12 +398,7 @@ def finish(W: gl.constexpr, sums, i, tile, results, problem, how: gl.constexpr, 
         at = coordinates(b, head, start_q, row, 0, seqlen_q, problem[1][4], how[3])
         tma_store(o_desc, at, o_s.index(W))
     else:
-        o_base = o_ptr + b.to(gl.int64) * o_strides[0] + head.to(gl.int64) * o_strides[2]
-        rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
-        column = gl.arange(0, o.shape[1], gl.SliceLayout(0, layout))
-        inside = (rows < seqlen_q)[:, None] & (column < columns)[None, :]
-        at = (start_q + rows).to(gl.int64)[:, None] * o_strides[1] + column[None, :]
-        gl.store(o_base + at, o, mask=inside)
+        store_rows(o, (o_ptr, o_strides, columns), (b, head, start_q, row, seqlen_q))
     return lost.to(gl.int32)
 
 

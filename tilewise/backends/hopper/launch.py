@@ -32,6 +32,11 @@ def descriptor(spec: AttentionSpec, t: Tensor, length: int, tile: tuple[int, int
     return dense_rows(t, (entry if entries > 1 else 8, row if rows > 1 else 8, head), length, tile)
 
 
+def block_columns(head_dim: int) -> int:
+    """Columns of a tile: TMA fills those beyond the head dim with zeros."""
+    return max(64, triton.next_power_of_2(head_dim))
+
+
 class Plan(NamedTuple):
     """What a launch needs besides tensors: the same for every call with one spec."""
 
@@ -44,7 +49,7 @@ class Plan(NamedTuple):
 @lru_cache(maxsize=1024)
 def plan_forward(spec: AttentionSpec) -> Plan:
     """Tile, number of programs and scalar arguments of the forward for a spec."""
-    blocks = tuple(max(64, triton.next_power_of_2(d)) for d in (spec.head_dim, spec.head_dim_v))
+    blocks = block_columns(spec.head_dim), block_columns(spec.head_dim_v)
     parts = 1
     if 128 < spec.head_dim <= 192:  # 256 columns would be a third more products
         blocks, parts = (64, blocks[1]), 3

@@ -13,7 +13,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from tilewise import mask, schedule
 from tilewise.backends.hopper.agenda import heads_together
 from tilewise.backends.hopper.around import Space
-from tilewise.backends.hopper.launch import descriptor, for_tma
+from tilewise.backends.hopper.launch import block_columns, descriptor, for_tma
 from tilewise.backends.relaunch import Relaunch
 from tilewise.backends.triton.launch import lengths, on_device, score_factors, strides
 from tilewise.ops import Gradients
@@ -31,7 +31,7 @@ class Plan(NamedTuple):
 @lru_cache(maxsize=1024)
 def plan_backward(spec: AttentionSpec, of_head: int, of_entry: int) -> Plan:
     """Tile, number of programs and scalar arguments for a spec. of_head, of_entry: see ``Space``."""
-    block_d, block_dv = (max(64, triton.next_power_of_2(d)) for d in (spec.head_dim, spec.head_dim_v))
+    block_d, block_dv = block_columns(spec.head_dim), block_columns(spec.head_dim_v)
     tile = schedule.HOPPER_BACKWARD[max(block_d, block_dv)]
     heads = spec.batch * spec.heads_kv
     arguments = {

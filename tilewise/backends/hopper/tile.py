@@ -152,3 +152,21 @@ def query_tiles_of(tile, problem, TILE_Q: gl.constexpr, TILE_K: gl.constexpr):
     )
     stop = min(stop, gl.cdiv(tile[8], TILE_Q))
     return first, full_first, full_stop, gl.where(tile[2] < tile[7], max(stop, first), first)
+
+
+@gluon.jit
+def store_rows(x, to, rows):
+    """Store a tile to memory: those of its rows and columns that exist, as they lie in registers.
+
+    to: pointer, strides of (batch, row, head), and number of columns. rows: batch entry, head, the
+    sequence's first row in memory, the tile's first of the sequence, and how many the sequence has.
+    """
+    ptr, strides, columns = to
+    b, head, start, row, length = rows
+    layout: gl.constexpr = x.type.layout
+    r = row + gl.arange(0, x.shape[0], gl.SliceLayout(1, layout))
+    c = gl.arange(0, x.shape[1], gl.SliceLayout(0, layout))
+    base = ptr + b.to(gl.int64) * strides[0] + head.to(gl.int64) * strides[2]
+    inside = (r < length)[:, None] & (c < columns)[None, :]
+    at = (start + r).to(gl.int64)[:, None] * strides[1] + c[None, :]
+    gl.store(base + at, x.to(ptr.dtype.element_ty), mask=inside)

@@ -17,6 +17,35 @@ from tilewise.spec import AttentionSpec, Inputs
 
 
 @triton.jit
+def delta_of_rows(
+    pointers,  # of out, dout and dlse, which may be None
+    strides,
+    b,
+    start_q,
+    head,
+    row,
+    low,
+    high,
+    DV: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    TILE_Q: tl.constexpr,
+):
+    """delta of the TILE_Q rows from `row` on, of which those in [low, high) exist; 0 of others."""
+    out_ptr, dout_ptr, dlse_ptr = pointers
+    out_strides, dout_strides, dlse_strides = strides
+    out_base = matrix(out_ptr, out_strides, b, start_q, head)
+    dout_base = matrix(dout_ptr, dout_strides, b, start_q, head)
+    out = load_tile(out_base, out_strides[1], row, low, high, TILE_Q, BLOCK_DV, DV, True)
+    dout = load_tile(dout_base, dout_strides[1], row, low, high, TILE_Q, BLOCK_DV, DV, True)
+    delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
+    if dlse_ptr is not None:
+        rows = row + tl.arange(0, TILE_Q)
+        dlse_base = matrix(dlse_ptr, dlse_strides, b, start_q, head)
+        delta -= tl.load(dlse_base + rows.to(tl.int64) * dlse_strides[1], mask=rows < high, other=0.0)
+    return delta
+
+
+@triton.jit
 def delta_kernel(
     out_ptr,
     dout_ptr,
@@ -39,18 +68,11 @@ def delta_kernel(
     start_q, seqlen_q = sequence_rows(b, cu_q, used_q, max_q)
     if q_start >= seqlen_q:
         return
-    out_base = matrix(out_ptr, out_strides, b, start_q, head)
-    dout_base = matrix(dout_ptr, dout_strides, b, start_q, head)
+    pointers = (out_ptr, dout_ptr, dlse_ptr)
+    read = (out_strides, dout_strides, dlse_strides)
+    delta = delta_of_rows(pointers, read, b, start_q, head, q_start, 0, seqlen_q, DV, BLOCK_DV, TILE_Q)
     delta_base = matrix(delta_ptr, delta_strides, b, start_q, head)
-    out = load_tile(out_base, out_strides[1], q_start, 0, seqlen_q, TILE_Q, BLOCK_DV, DV, True)
-    dout = load_tile(dout_base, dout_strides[1], q_start, 0, seqlen_q, TILE_Q, BLOCK_DV, DV, True)
-    delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
     rows = q_start + tl.arange(0, TILE_Q)
-    if dlse_ptr is not None:
-        dlse_base = matrix(dlse_ptr, dlse_strides, b, start_q, head)
-        delta -= tl.load(
-            dlse_base + rows.to(tl.int64) * dlse_strides[1], mask=rows < seqlen_q, other=0.0
-        )
     tl.store(delta_base + rows, delta, mask=rows < seqlen_q)
 
 
