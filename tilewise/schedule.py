@@ -122,21 +122,21 @@ class HopperTile(NamedTuple):
     q_stages: int
     q_in_registers: bool
     ping_pong: bool
-    o_by_tma: bool  # the output leaves through a buffer of its own in shared memory
+    o_columns: int  # of the buffer through which the output leaves: all, or half of them
     registers: int  # of a consumer's thread while it computes
     maxnreg: int  # of every thread at launch
 
 
 # (kernel, largest head dim it serves, masked) -> tile, for 2-byte elements. 192 is for values of 128.
 _HOPPER_GLUON: dict[tuple[str, int, bool], HopperTile] = {
-    ("forward", 64, False): HopperTile(3, 128, 3, 2, False, True, True, 160, 128),
-    ("forward", 64, True): HopperTile(3, 128, 3, 2, False, True, True, 160, 128),
-    ("forward", 128, False): HopperTile(2, 128, 2, 1, True, False, True, 240, 168),
-    ("forward", 128, True): HopperTile(2, 128, 2, 1, True, False, True, 240, 168),
-    ("forward", 192, False): HopperTile(2, 128, 2, 1, False, False, False, 240, 168),
-    ("forward", 192, True): HopperTile(2, 128, 2, 1, False, False, False, 240, 168),
-    ("forward", 256, False): HopperTile(2, 64, 2, 1, False, True, False, 240, 168),
-    ("forward", 256, True): HopperTile(2, 64, 2, 1, False, False, False, 240, 168),
+    ("forward", 64, False): HopperTile(3, 128, 3, 2, False, True, 64, 160, 128),
+    ("forward", 64, True): HopperTile(3, 128, 3, 2, False, True, 64, 160, 128),
+    ("forward", 128, False): HopperTile(2, 128, 2, 1, True, False, 128, 240, 168),
+    ("forward", 128, True): HopperTile(2, 128, 2, 1, True, False, 128, 240, 168),
+    ("forward", 192, False): HopperTile(2, 128, 2, 1, False, False, 64, 240, 168),
+    ("forward", 192, True): HopperTile(2, 128, 2, 1, False, False, 64, 240, 168),
+    ("forward", 256, False): HopperTile(2, 64, 2, 1, False, True, 128, 240, 168),
+    ("forward", 256, True): HopperTile(2, 64, 2, 1, False, False, 128, 240, 168),
 }
 
 

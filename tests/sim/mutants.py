@@ -138,15 +138,15 @@ def _growing_problem(causal: bool) -> tuple[list[Tensor], Outputs]:
 
 # The product's forward in its variants, with key tiles so small that rings go round, and on one
 # multiprocessor, so that a program has several query tiles.
-_THREE = schedule.HopperTile(3, 64, 2, 2, False, True, True, 160, 128)
-_TWO = schedule.HopperTile(2, 64, 2, 1, True, False, False, 240, 168)
+_THREE = schedule.HopperTile(3, 64, 2, 2, False, True, 64, 160, 128)
+_TWO = schedule.HopperTile(2, 64, 2, 1, True, False, 64, 240, 168)
 _PRODUCT: tuple[tuple[schedule.HopperTile, str, dict[str, Any]], ...] = (
     (_THREE, "plain", {}),
     (_TWO, "growing", {"causal": True}),
     (_THREE, "growing", {"window_left": 280, "window_right": 30}),
-    (_TWO._replace(o_by_tma=True), "overflow", {"causal": True}),
+    (_TWO._replace(o_columns=32), "overflow", {"causal": True}),
     (_THREE, "overflow", {}),
-    (_TWO._replace(o_by_tma=True), "packed", {"causal": True}),
+    (_TWO._replace(o_columns=32), "packed", {"causal": True}),
     (_TWO, "short", {}),
     (_TWO._replace(q_in_registers=False), "wide", {}),
 )

@@ -353,6 +353,17 @@ def powers(s, factor, origin, EXACT: gl.constexpr):
 
 
 @gluon.jit
+def columns_of(x, part: gl.constexpr, PARTS: gl.constexpr):
+    """One of one or two blocks of columns."""
+    gl.static_assert(PARTS <= 2)
+    if PARTS == 2:
+        HALF: gl.constexpr = x.shape[1] // 2
+        halves = gl.split(x.reshape([ROWS, 2, HALF]).permute([0, 2, 1]))
+        x = halves[part]
+    return x
+
+
+@gluon.jit
 def row_sums(p):
     """Sums over the columns that one thread holds, [ROWS, 4]: the four of a row are added at its end."""
     GROUPS: gl.constexpr = p.shape[1] // 8
@@ -391,12 +402,15 @@ def finish(W: gl.constexpr, sums, i, tile, results, problem, how: gl.constexpr, 
     o = o.to(o_ptr.dtype.element_ty)
     row = q_start + W * ROWS
     if o_desc is not None:
-        tma_store_wait(0)  # the last tile has left the buffer
-        o_s.index(W).store(o)
-        fence_async_shared()
-        thread_barrier()
-        at = coordinates(b, head, start_q, row, 0, seqlen_q, problem[1][4], how[3])
-        tma_store(o_desc, at, o_s.index(W))
+        COLUMNS: gl.constexpr = o.shape[1]
+        PART: gl.constexpr = o_s.shape[2]  # columns for which there is a buffer
+        for part in gl.static_range(COLUMNS // PART):
+            tma_store_wait(0)  # what was there before has left the buffer
+            o_s.index(W).store(columns_of(o, part, COLUMNS // PART))
+            fence_async_shared()
+            thread_barrier()
+            at = coordinates(b, head, start_q, row, part * PART, seqlen_q, problem[1][4], how[3])
+            tma_store(o_desc, at, o_s.index(W))
     else:
         store_rows(o, (o_ptr, o_strides, columns), (b, head, start_q, row, seqlen_q))
     return lost.to(gl.int32)
@@ -441,6 +455,7 @@ def forward_kernel(
     BLOCK_D: gl.constexpr,
     PARTS: gl.constexpr,  # blocks of BLOCK_D columns of Q and K
     BLOCK_DV: gl.constexpr,
+    O_COLUMNS: gl.constexpr,  # that leave through a buffer at once: all, or half of them
     CONSUMERS: gl.constexpr,
     TILE_K: gl.constexpr,
     STAGES: gl.constexpr,
@@ -453,7 +468,6 @@ def forward_kernel(
 ):
     DTYPE: gl.constexpr = q_desc.dtype
     rows_d: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_D], DTYPE)
-    rows_dv: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_DV], DTYPE)
     keys_d: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE_K, BLOCK_D], DTYPE)
     keys_dv: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE_K, BLOCK_DV], DTYPE)
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -473,7 +487,8 @@ def forward_kernel(
     label(ballot, "lost rows")
     o_strides = (o_batch, o_row, o_head)
     if o_desc is not None:
-        o_s = gl.allocate_shared_memory(DTYPE, [CONSUMERS, ROWS, BLOCK_DV], rows_dv)
+        rows_o: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, O_COLUMNS], DTYPE)
+        o_s = gl.allocate_shared_memory(DTYPE, [CONSUMERS, ROWS, O_COLUMNS], rows_o)
         label_stages(o_s, "O")
         results = (o_desc, o_s, o_ptr, o_strides, lse_ptr, (lse_batch, lse_head), columns)
     else:

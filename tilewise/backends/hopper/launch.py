@@ -68,6 +68,7 @@ def plan_forward(spec: AttentionSpec) -> Plan:
         "BLOCK_D": blocks[0],
         "PARTS": parts,
         "BLOCK_DV": blocks[1],
+        "O_COLUMNS": min(tile.o_columns, blocks[1]),
         "CONSUMERS": tile.consumers,
         "TILE_K": tile.k,
         "STAGES": tile.stages,
@@ -98,14 +99,15 @@ def launch_forward(kernel: Any, spec: AttentionSpec, x: Inputs, out: Tensor, lse
         return
     q, k, v = (for_tma(spec, t) for t in (x.q, x.k, x.v))
     _, seen_k = mask.key_span(spec.max_seqlen_q, spec.max_seqlen_k, *spec.window)
-    by_tma = plan.tile.o_by_tma and takes_tma(spec, out)
+    by_tma = takes_tma(spec, out)
+    o_tile = (ROWS, min(plan.tile.o_columns, plan.blocks[1]))
     with on_device(spec.device):
         plan.launch(
             kernel,
             descriptor(spec, q, spec.max_seqlen_q, (ROWS, plan.blocks[0])),
             descriptor(spec, k, seen_k, (plan.tile.k, plan.blocks[0])),
             descriptor(spec, v, seen_k, (plan.tile.k, plan.blocks[1])),
-            descriptor(spec, out, spec.max_seqlen_q, (ROWS, plan.blocks[1])) if by_tma else None,
+            descriptor(spec, out, spec.max_seqlen_q, o_tile) if by_tma else None,
             out,
             *strides(spec, out),
             lse,
