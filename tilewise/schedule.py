@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 import torch
 
+from tilewise.spec import AttentionSpec
+
 
 class Tile(NamedTuple):
     """Queries and keys per tile, warps per program, stages of the load pipeline."""
@@ -127,26 +129,37 @@ class HopperTile(NamedTuple):
     maxnreg: int  # of every thread at launch
 
 
-# (kernel, largest head dim it serves, masked) -> tile, for 2-byte elements. 192 is for values of 128.
-_HOPPER_GLUON: dict[tuple[str, int, bool], HopperTile] = {
-    ("forward", 64, False): HopperTile(3, 128, 3, 2, False, True, 64, 160, 128),
-    ("forward", 64, True): HopperTile(3, 128, 3, 2, False, True, 64, 160, 128),
-    ("forward", 128, False): HopperTile(2, 128, 2, 1, True, False, 128, 240, 168),
-    ("forward", 128, True): HopperTile(2, 128, 2, 1, True, False, 128, 240, 168),
-    ("forward", 192, False): HopperTile(2, 128, 2, 1, False, False, 64, 240, 168),
-    ("forward", 192, True): HopperTile(2, 128, 2, 1, False, False, 64, 240, 168),
-    ("forward", 256, False): HopperTile(2, 64, 2, 1, False, True, 128, 240, 168),
-    ("forward", 256, True): HopperTile(2, 64, 2, 1, False, False, 128, 240, 168),
+# (largest head dim it serves, masked) -> tile of the forward, for bf16. 192 is for values of 128.
+_HOPPER_FORWARD: dict[tuple[int, bool], HopperTile] = {
+    (64, False): HopperTile(3, 128, 3, 2, False, True, 64, 160, 128),
+    (64, True): HopperTile(3, 128, 3, 2, False, True, 64, 160, 128),
+    (128, False): HopperTile(2, 64, 4, 1, True, False, 128, 240, 168),
+    (128, True): HopperTile(2, 64, 4, 1, True, False, 128, 240, 168),
+    (192, False): HopperTile(2, 128, 2, 1, False, False, 64, 240, 168),
+    (192, True): HopperTile(2, 64, 3, 1, False, False, 64, 240, 168),
+    (256, False): HopperTile(2, 64, 2, 1, False, False, 128, 240, 168),
+    (256, True): HopperTile(2, 64, 2, 1, False, True, 128, 240, 168),
 }
+# fp16 takes the online softmax, a longer one, which wants more keys at a time.
+_HOPPER_FORWARD_FP16 = _HOPPER_FORWARD | {
+    (128, False): HopperTile(2, 128, 2, 1, True, False, 128, 240, 168),
+    (128, True): HopperTile(2, 128, 2, 1, True, False, 128, 240, 168),
+}
+# Up to SHORT keys, tiles of 192 queries would mostly be begun and ended, and not divide the length.
+_HOPPER_FORWARD_SHORT = {64: HopperTile(2, 64, 6, 1, True, False, 64, 240, 168)}
+SHORT = 1024
 
 
-def hopper_tile(kernel: str, head_dim: int, head_dim_v: int, masked: bool) -> HopperTile:
-    """The tile of a Gluon kernel for Hopper."""
-    largest = max(head_dim, head_dim_v)
+def hopper_tile(spec: AttentionSpec) -> HopperTile:
+    """The tile of the Hopper forward."""
+    largest = max(spec.head_dim, spec.head_dim_v)
     dim = next(dim for dim in (64, 128, 256) if largest <= dim)
-    if 128 < head_dim <= 192 and head_dim_v <= 128:
+    if 128 < spec.head_dim <= 192 and spec.head_dim_v <= 128:
         dim = 192
-    return _HOPPER_GLUON[kernel, dim, masked]
+    if spec.max_seqlen_k <= SHORT and dim in _HOPPER_FORWARD_SHORT:
+        return _HOPPER_FORWARD_SHORT[dim]
+    table = _HOPPER_FORWARD_FP16 if spec.dtype == torch.float16 else _HOPPER_FORWARD
+    return table[dim, spec.window != (None, None)]
 
 
 class HopperBackwardTile(NamedTuple):
@@ -171,6 +184,8 @@ HOPPER_BACKWARD: dict[int, HopperBackwardTile] = {
 KEPT_IN_L2 = 8 * 2**20
 # What a Hopper kernel loses from one query tile to the next, in keys.
 BETWEEN_QUERY_TILES = 192
+# The longest list of query tiles over the mean one, from which on lists count as equally long.
+EVEN_ENOUGH = 1.04
 
 
 @cache

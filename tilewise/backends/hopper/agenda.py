@@ -32,7 +32,7 @@ def agenda(spec: AttentionSpec, tile_q: int, tile_k: int, programs: int) -> Tens
     key = (costs, spec.batch * spec.heads_q, heads_together(spec), programs)
     place = (*key, spec.device)
     if place not in _kept and not capturing(spec.device):
-        _kept[place] = _on_device(deal(*key), spec.device)
+        _kept[place] = _on_device(_deal_evenly(*key), spec.device)
     return _kept.get(place)
 
 
@@ -53,6 +53,20 @@ def _on_device(lists: Tensor, device: torch.device) -> Tensor:
 def capturing(device: torch.device) -> bool:
     """Whether calls are being recorded for a graph, when the host may copy nothing to the GPU."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def _deal_evenly(costs: tuple[float, ...], heads: int, together: int, programs: int) -> Tensor:
+    """The lists with as many more heads worked on at once as it takes for equally long ones: a head
+    whose longest tiles come last keeps some programs waiting."""
+    mean = sum(costs) * heads / programs
+    while True:
+        lists = deal(costs, heads, together, programs)
+        rows = lists[1:] % len(costs)
+        taken = torch.arange(len(rows))[:, None] < lists[0]
+        longest = float((torch.tensor(costs)[rows] * taken).sum(0).max())
+        if together >= heads or longest <= schedule.EVEN_ENOUGH * mean:
+            return lists
+        together = min(2 * together, heads)
 
 
 def deal(costs: tuple[float, ...], heads: int, together: int, programs: int) -> Tensor:

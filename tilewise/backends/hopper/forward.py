@@ -34,6 +34,7 @@ from tilewise.backends.hopper.tile import (
     key_tile_runs,
     logits,
     query_tile,
+    runs_of_rows,
     store_rows,
     tile_count,
     tile_has_dead_rows,
@@ -54,6 +55,7 @@ from tilewise.spec import AttentionSpec, Inputs
 INF = gl.constexpr(float("inf"))
 LN2 = gl.constexpr(0.6931471805599453)
 LEAST_SUM = gl.constexpr(2.0**-60)
+NOWHERE = gl.constexpr(2**29)
 ROWS = gl.constexpr(_ROWS)
 
 
@@ -160,77 +162,133 @@ def attend(W: gl.constexpr, shared, count, q_step, step, how: gl.constexpr, ANCH
     BLOCK_DV: gl.constexpr = v_ring.buffer.shape[2]
     MASKED: gl.constexpr = left is not None or right is not None  # else only the last key tile is
     EXACT: gl.constexpr = not ANCHORED and q_ring.buffer.dtype == gl.bfloat16  # the second attempt
+    kind: gl.constexpr = (ANCHORED, EXACT)
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE_K, 16])
     output: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_DV, 16])
-    weights: gl.constexpr = gl.DotOperandLayout(0, output, 2)
     per_row: gl.constexpr = gl.SliceLayout(1, scores)
     rows = W * ROWS + gl.arange(0, ROWS, per_row)
     keys = gl.arange(0, TILE_K, gl.SliceLayout(0, scores))
-    no_output = gl.zeros([ROWS, BLOCK_DV], gl.float32, output)
     lost_rows = gl.zeros([ROWS], gl.int32, per_row)
+    tile = query_tile(tile_number(0, problem), problem, TILE_Q)
+    runs = key_tile_runs(tile, problem, TILE_Q, TILE_K)
+    # Before the first query tile comes one that lies past all ends: nothing of it is stored.
+    out = gl.zeros([ROWS, BLOCK_DV], DTYPE, output)
+    lse = gl.zeros([ROWS], gl.float32, per_row)
+    doubt = lost_rows
+    done = (tile[0], tile[1], tile[2] * 0 + NOWHERE, tile[3], tile[4], tile[5], tile[6], tile[7])
 
-    if count > 0:
-        tile = query_tile(tile_number(0, problem), problem, TILE_Q)
-        runs = key_tile_runs(tile, problem, TILE_Q, TILE_K)
-        i = tile[2] + rows
-        q = load_q(q_ring, q_step * CONSUMERS + W, scores, Q_IN_REGISTERS)
+    for turn in range(count):
+        # The first product of a query tile hides how the output of the tile before leaves.
+        mine = runs
+        if MASKED:
+            mine = runs_of_rows(runs, W * ROWS, tile, problem, ROWS, TILE_K)
+        step = pass_by(W, runs[3] - mine[3], rings, turns, step, how)
+        number = (q_step + turn) * CONSUMERS + W
+        q = load_q(q_ring, number, scores, Q_IN_REGISTERS)
         k_ring.wait_full(step)
-        s = warpgroup_mma_wait(0, [start_scores(q, q_ring, k_ring, step, scores, Q_IN_REGISTERS)])
+        s = start_scores(q, q_ring, k_ring, step, scores, Q_IN_REGISTERS)
+        lost_rows += store(W, (out, lse, doubt), rows, done, results, problem, how)
+        s = warpgroup_mma_wait(0, [s])
         k_ring.release(step)
-        release_q(q_ring, q_step * CONSUMERS + W, Q_IN_REGISTERS)
+        release_q(q_ring, number, Q_IN_REGISTERS)
+        i = tile[2] + rows
         s, factor = logits(s, scale, softcap)
-        s = masked(s, runs[3] - 1, keys, i, tile, runs, problem)
-        p, top, total = first_step(s, factor, ANCHORED, EXACT)
-        p = gl.convert_layout(p.to(DTYPE), weights)
-        o = no_output
+        n = mine[3] - 1
+        if (n < mine[1]) | (n >= mine[2]):
+            s = masked(s, n, keys, i, tile, problem)
+        p, top, total = first_step(s, factor, kind)
+        p = gl.convert_layout(p.to(DTYPE), gl.DotOperandLayout(0, output, 2))
+        o = gl.zeros([ROWS, BLOCK_DV], gl.float32, output)
 
-        for turn in range(count):
-            next_tile = tile_number(turn + 1, problem)  # long before it is needed
-            n = runs[3] - 1  # key tiles come from last to first; this one is done
-            for _more in range(n - runs[0]):
+        # Key tiles come from last to first: masked ones, those that all rows see, masked ones.
+        at = (keys, i, tile)
+        if right is not None:
+            for _ in range(n - mine[2]):
                 n -= 1
-                s, o = overlap(W, q, p, o, rings, turns, step, how, scores)
-                s, factor = logits(s, scale, softcap)
-                if MASKED:
-                    s = masked(s, n, keys, i, tile, runs, problem)
-                if ANCHORED:
-                    p_next = powers(s, factor, top, False)
-                    total = total + row_sums(p_next)
-                    p_next = gl.convert_layout(p_next.to(DTYPE), weights)
-                    o, p = warpgroup_mma_wait(0, [o, p_next])
-                else:
-                    p_next, top, shrink = softmax_step(s, factor, top, EXACT)
-                    total = total * spread(shrink, total) + row_sums(p_next)
-                    p_next = gl.convert_layout(p_next.to(DTYPE), weights)
-                    o, p = warpgroup_mma_wait(0, [o, p_next])
-                    o = o * spread(shrink, o)
-                v_ring.release(step)
+                state = (p, o, top, total)
+                p, o, top, total = next_keys(W, q, state, n, at, shared, step, how, kind, True)
+                step += 1
+        for _ in range(min(n, mine[2]) - mine[1]):
+            n -= 1
+            state = (p, o, top, total)
+            p, o, top, total = next_keys(W, q, state, n, at, shared, step, how, kind, False)
+            step += 1
+        if left is not None:
+            for _ in range(n - mine[0]):
+                n -= 1
+                state = (p, o, top, total)
+                p, o, top, total = next_keys(W, q, state, n, at, shared, step, how, kind, True)
                 step += 1
 
-            done, done_i = tile, i
-            done_top = top * factor if EXACT else top
-            done_total = gl.convert_layout(gl.sum(total, 1), per_row)
-            release_q(q_ring, (q_step + turn) * CONSUMERS + W, not Q_IN_REGISTERS)
-            if turn + 1 < count:
-                tile = query_tile(next_tile, problem, TILE_Q)
-                runs = key_tile_runs(tile, problem, TILE_Q, TILE_K)
-                i = tile[2] + rows
-                q = load_q(q_ring, (q_step + turn + 1) * CONSUMERS + W, scores, Q_IN_REGISTERS)
-                s, o = overlap(W, q, p, o, rings, turns, step, how, scores)
-                release_q(q_ring, (q_step + turn + 1) * CONSUMERS + W, Q_IN_REGISTERS)
-                s, factor = logits(s, scale, softcap)
-                s = masked(s, runs[3] - 1, keys, i, tile, runs, problem)
-                p_next, top, total = first_step(s, factor, ANCHORED, EXACT)
-                p_next = gl.convert_layout(p_next.to(DTYPE), weights)
-                o, p = warpgroup_mma_wait(0, [o, p_next])
-            else:
-                o = last_product(W, p, o, v_ring, turns, step, how)
-            v_ring.release(step)
-            step += 1
-            sums = (o, done_top, done_total)
-            lost_rows += finish(W, sums, done_i, done, results, problem, how, ANCHORED)
-            o = no_output
+        # The last product of a query tile hides the way to the next one.
+        release_q(q_ring, number, not Q_IN_REGISTERS)
+        last = start_output(W, p, o, v_ring, turns, step, how)
+        passed = mine[0] - runs[0]
+        done = tile
+        tile = query_tile(tile_number(turn + 1, problem), problem, TILE_Q)
+        runs = key_tile_runs(tile, problem, TILE_Q, TILE_K)
+        top = top * factor if EXACT else top
+        lse, inverse, doubt = statistics(top, total, ANCHORED)
+        o = warpgroup_mma_wait(0, [last])
+        v_ring.release(step)
+        out = (o * spread(inverse, o)).to(DTYPE)
+        step = pass_by(W, passed, rings, turns, step + 1, how)
+
+    if count > 0:
+        lost_rows += store(W, (out, lse, doubt), rows, done, results, problem, how)
     return step, lost_rows
+
+
+@gluon.jit
+def pass_by(W: gl.constexpr, count, rings, turns, step, how: gl.constexpr):
+    """Leave out key tiles that other consumers' rows see and this one's do not."""
+    q_ring, k_ring, v_ring = rings
+    for _ in range(count):
+        k_ring.wait_full(step)
+        k_ring.release(step)
+        v_ring.wait_full(step)
+        take_turn(W, turns, step, how)
+        pass_turn(W, turns, how)
+        v_ring.release(step)
+        step += 1
+    return step
+
+
+@gluon.jit
+def next_keys(
+    W: gl.constexpr,
+    q,
+    state,
+    n,
+    at,
+    shared,
+    step,
+    how: gl.constexpr,
+    kind: gl.constexpr,
+    MASKED: gl.constexpr,
+):
+    """Softmax of key tile n, beside the product of the weights before with their values."""
+    p, o, top, total = state
+    keys, i, tile = at
+    results, rings, problem, factors, turns = shared
+    scores: gl.constexpr = keys.type.layout.parent
+    s, o = overlap(W, q, p, o, rings, turns, step, how, scores)
+    s, factor = logits(s, factors[0], factors[1])
+    if MASKED:
+        s = masked(s, n, keys, i, tile, problem)
+    if kind[0]:
+        p_next = powers(s, factor, top, False)
+        total = total + row_sums(p_next)
+        p_next = gl.convert_layout(p_next.to(p.dtype), p.type.layout)
+        o, p = warpgroup_mma_wait(0, [o, p_next])
+    else:
+        p_next, top, shrink = softmax_step(s, factor, top, kind[1])
+        total = total * spread(shrink, total) + row_sums(p_next)
+        p_next = gl.convert_layout(p_next.to(p.dtype), p.type.layout)
+        o, p = warpgroup_mma_wait(0, [o, p_next])
+        o = o * spread(shrink, o)
+    rings[2].release(step)
+    return p, o, top, total
 
 
 @gluon.jit
@@ -274,54 +332,61 @@ def overlap(W: gl.constexpr, q, p, o, rings, turns, step, how: gl.constexpr, sco
     """
     q_ring, k_ring, v_ring = rings
     k_ring.wait_full(step + 1)
-    if how[2]:
-        mbarrier.wait(turns.index(W), step & 1)
+    take_turn(W, turns, step, how)
     s = start_scores(q, q_ring, k_ring, step + 1, scores, how[1])
     v = v_ring.wait_full(step)
     o = warpgroup_mma(p, v, o, is_async=True)
-    if how[2]:
-        mbarrier.arrive(turns.index((W + 1) % how[0]), count=1)
+    pass_turn(W, turns, how)
     s = warpgroup_mma_wait(1, [s])
     k_ring.release(step + 1)
     return s, o
 
 
 @gluon.jit
-def last_product(W: gl.constexpr, p, o, v_ring, turns, step, how: gl.constexpr):
-    """o + P V of the program's last key tile."""
+def take_turn(W: gl.constexpr, turns, step, how: gl.constexpr):
+    """With ping-pong, wait until consumer W may start the products of a step."""
     if how[2]:
         mbarrier.wait(turns.index(W), step & 1)
-    o = warpgroup_mma_wait(0, [warpgroup_mma(p, v_ring.wait_full(step), o, is_async=True)])
+
+
+@gluon.jit
+def pass_turn(W: gl.constexpr, turns, how: gl.constexpr):
     if how[2]:
         mbarrier.arrive(turns.index((W + 1) % how[0]), count=1)
+
+
+@gluon.jit
+def start_output(W: gl.constexpr, p, o, v_ring, turns, step, how: gl.constexpr):
+    """o + P V of a query tile's last key tile, under way."""
+    take_turn(W, turns, step, how)
+    o = warpgroup_mma(p, v_ring.wait_full(step), o, is_async=True)
+    pass_turn(W, turns, how)
     return o
 
 
 @gluon.jit
-def masked(s, n, keys, i, tile, runs, problem):
+def masked(s, n, keys, i, tile, problem):
     """Scores of key tile n with -inf where a query does not see a key."""
     left, right = problem[3]
-    if (n < runs[1]) | (n >= runs[2]):
-        first, stop = key_range(i, tile, problem)
-        j = n * keys.shape[0] + keys
-        if right is None:
-            seen = (j < stop)[None, :]
-        else:
-            seen = j[None, :] < stop[:, None]
-        if left is not None:
-            seen = seen & (j[None, :] >= first[:, None])
-        s = gl.where(seen, s, -INF)
-    return s
+    first, stop = key_range(i, tile, problem)
+    j = n * keys.shape[0] + keys
+    if right is None:
+        seen = (j < stop)[None, :]
+    else:
+        seen = j[None, :] < stop[:, None]
+    if left is not None:
+        seen = seen & (j[None, :] >= first[:, None])
+    return gl.where(seen, s, -INF)
 
 
 @gluon.jit
-def first_step(s, factor, ANCHORED: gl.constexpr, EXACT: gl.constexpr):
+def first_step(s, factor, kind: gl.constexpr):
     """Softmax of a query tile's first key tile: P, what was subtracted from each row, and row sums."""
-    top = row_maxima(s, factor, EXACT)
+    top = row_maxima(s, factor, kind[1])
     origin = finite(top)
-    if ANCHORED:
+    if kind[0]:
         top = origin
-    p = powers(s, factor, origin, EXACT)
+    p = powers(s, factor, origin, kind[1])
     return p, top, row_sums(p)
 
 
@@ -377,29 +442,37 @@ def spread(x, like):
 
 
 @gluon.jit
-def finish(W: gl.constexpr, sums, i, tile, results, problem, how: gl.constexpr, ANCHORED: gl.constexpr):
-    """Divide the output by the sum of the weights, store it and the log-sum-exp.
+def statistics(top, total, ANCHORED: gl.constexpr):
+    """From what was subtracted from each row, in units of log2(e), and its row sums: the log-sum-exp,
+    what to multiply the output by, and 1 for rows that an anchor may have lost.
 
-    Returns 1 for a row that an anchor has lost: its sums are not finite, or of weights so small that
-    they may have lost digits, though it sees keys. (An anchor is the score of a key, of weight 1; but
-    rows that see none in the first tile have 0.)
+    Those have a sum that is not finite, or of weights so small that they may have lost digits. (An
+    anchor is the score of a key, of weight 1; but rows that see none in the first tile have 0.)
     """
-    o, top, total = sums
-    o_desc, o_s, o_ptr, o_strides, lse_ptr, lse_strides, columns = results
-    b, head, q_start, start_q, seqlen_q, start_k, seqlen_k, seen_k = tile
-    overflow = gl.convert_layout(gl.sum(o * 0.0, 1), total.type.layout) + total * 0.0 != 0
-    first, stop = key_range(i, tile, problem)
-    lost = (i < seqlen_q) & (first < stop) & (overflow | (total < LEAST_SUM))
+    total = gl.convert_layout(gl.sum(total, 1), top.type.layout)
+    doubt = (total * 0.0 != 0) | (total < LEAST_SUM)
     dead = (total == 0) & (ANCHORED | (top == -INF))  # saw no key, or none but at -inf
     total = gl.where(dead, 1.0, gl.where(total == 0, total * INF, total))  # else 0: not a number
     lse = gl.where(dead, -INF, (top + gl.log2(total)) * LN2)
+    return lse, 1.0 / total, doubt.to(gl.int32)
+
+
+@gluon.jit
+def store(W: gl.constexpr, result, rows, tile, results, problem, how: gl.constexpr):
+    """Store a consumer's output and log-sum-exp. Returns 1 for a row that an anchor has lost: it is in
+    doubt, or its output is not finite, though it sees keys."""
+    o, lse, doubt = result
+    o_desc, o_s, o_ptr, o_strides, lse_ptr, lse_strides, columns = results
+    b, head, q_start, start_q, seqlen_q, start_k, seqlen_k, seen_k = tile
+    i = q_start + rows
     lse_base = lse_ptr + b.to(gl.int64) * lse_strides[0] + head.to(gl.int64) * lse_strides[1]
     gl.store(lse_base + start_q + i, lse, mask=i < seqlen_q)
+    overflow = gl.convert_layout(gl.sum(o.to(gl.float32) * 0.0, 1), lse.type.layout) != 0
+    first, stop = key_range(i, tile, problem)
+    lost = (i < seqlen_q) & (first < stop) & (overflow | (doubt != 0))
 
-    o = o * spread(1.0 / total, o)
     if tile_has_dead_rows(tile, problem, how[0] * ROWS):  # V may hold what 0 does not cancel
-        o = gl.where(spread(dead, o), 0.0, o)
-    o = o.to(o_ptr.dtype.element_ty)
+        o = gl.where(spread(lse == -INF, o), 0.0, o)
     row = q_start + W * ROWS
     if o_desc is not None:
         COLUMNS: gl.constexpr = o.shape[1]

@@ -53,7 +53,7 @@ def plan_forward(spec: AttentionSpec) -> Plan:
     parts = 1
     if 128 < spec.head_dim <= 192:  # 256 columns would be a third more products
         blocks, parts = (64, blocks[1]), 3
-    tile = schedule.hopper_tile("forward", spec.head_dim, spec.head_dim_v, spec.window != (None, None))
+    tile = schedule.hopper_tile(spec)
     tiles = spec.batch * spec.heads_q * triton.cdiv(spec.max_seqlen_q, tile.consumers * ROWS)
     arguments = {
         "heads": spec.heads_q,

@@ -39,11 +39,11 @@ def tile_count(problem, TILE_Q: gl.constexpr, RAGGED: gl.constexpr):
 
 @gluon.jit
 def tile_number(turn, problem):
-    """The program's tile of each turn."""
+    """The program's tile of each turn; of the turn after the last one, any."""
     agenda = problem[0][1]
     if agenda is not None:
         return gl.load(agenda + (turn + 1) * gl.num_programs(0) + gl.program_id(0))
-    return turn * gl.num_programs(0) + gl.program_id(0)
+    return min(turn * gl.num_programs(0) + gl.program_id(0), problem[0][0] - 1)
 
 
 @gluon.jit
@@ -110,6 +110,19 @@ def key_tile_runs(tile, problem, TILE_Q: gl.constexpr, TILE_K: gl.constexpr):
         tile[2], tile[2] + TILE_Q, tile[4], tile[6], left, right, TILE_K
     )
     return first, full_first, full_stop, max(stop, first + 1)
+
+
+@gluon.jit
+def runs_of_rows(runs, row, tile, problem, ROWS: gl.constexpr, TILE_K: gl.constexpr):
+    """``key_tile_runs`` of those ROWS of a query tile that begin with its row `row`; within the tile's
+    own, `runs`, and never none either."""
+    left, right = problem[3]
+    i = tile[2] + row
+    first, full_first, full_stop, stop = key_tiles(i, i + ROWS, tile[4], tile[6], left, right, TILE_K)
+    stop = min(max(stop, runs[0] + 1), runs[3])
+    first = min(max(first, runs[0]), stop - 1)
+    full_first = min(max(full_first, first), stop)
+    return first, full_first, min(max(full_stop, full_first), stop), stop
 
 
 @gluon.jit
