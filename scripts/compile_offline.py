@@ -75,6 +75,7 @@ class Case:
     heads: tuple[int, int] = (4, 4)
     varlen: bool = False
     seqlen_q: int = 2048
+    seqlen_k: int = 2048
     options: tuple[tuple[str, Any], ...] = ()
 
 
@@ -108,6 +109,9 @@ GLUON_CASES = {
     f"{dims}-{name}": replace(variant, dims=_DIMS[dims])
     for dims in _DIMS
     for name, variant in _VARIANTS.items()
+} | {
+    f"d64-short-{name}": replace(_VARIANTS[name], dims=(64, 64), seqlen_k=512)
+    for name in ("full", "causal", "window", "fp16-causal")
 }
 ALL_CASES = CASES | GLUON_CASES
 # Loads and stores of spilled registers in main loops, the most of all Triton versions (3.9, mostly of
@@ -180,7 +184,7 @@ def launches(case: Case, kernel: dispatch.Kernel, arch: Arch) -> Iterator[Launch
 
 def _problem(case: Case, algorithm: str) -> tuple[AttentionSpec, Inputs]:
     (d, dv), (hq, hkv) = case.dims, case.heads
-    lead = (4096,) if case.varlen else (2, 2048)
+    lead = (4096,) if case.varlen else (2, case.seqlen_k)
     lead_q = lead if case.varlen else (2, case.seqlen_q)
     shapes = ((*lead_q, hq, d), (*lead, hkv, d), (*lead, hkv, dv))
     q, k, v = (torch.empty(s, dtype=case.dtype, device="meta") for s in shapes)

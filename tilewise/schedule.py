@@ -145,7 +145,8 @@ _HOPPER_FORWARD_FP16 = _HOPPER_FORWARD | {
     (128, False): HopperTile(2, 128, 2, 1, True, False, 128, 240, 168),
     (128, True): HopperTile(2, 128, 2, 1, True, False, 128, 240, 168),
 }
-# Up to SHORT keys, tiles of 192 queries would mostly be begun and ended, and not divide the length.
+# Up to SHORT keys, tiles of 192 queries would mostly be begun and ended, and not divide the length. So
+# would they in a window, whose two edges also take more registers than three consumers have.
 _HOPPER_FORWARD_SHORT = {64: HopperTile(2, 64, 6, 1, True, False, 64, 240, 168)}
 SHORT = 1024
 
@@ -156,7 +157,8 @@ def hopper_tile(spec: AttentionSpec) -> HopperTile:
     dim = next(dim for dim in (64, 128, 256) if largest <= dim)
     if 128 < spec.head_dim <= 192 and spec.head_dim_v <= 128:
         dim = 192
-    if spec.max_seqlen_k <= SHORT and dim in _HOPPER_FORWARD_SHORT:
+    few = spec.max_seqlen_k <= SHORT or spec.window_left is not None
+    if few and dim in _HOPPER_FORWARD_SHORT:
         return _HOPPER_FORWARD_SHORT[dim]
     table = _HOPPER_FORWARD_FP16 if spec.dtype == torch.float16 else _HOPPER_FORWARD
     return table[dim, spec.window != (None, None)]

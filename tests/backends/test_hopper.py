@@ -78,15 +78,28 @@ def test_edge(problem: Problem):
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256), (192, 128), (160, 160), (40, 24)])
 def test_every_variant_under_many_schedules(dims, form: str, dtype: str, sim_seeds: range):
     """A race or a deadlock shows in some order of events, not in all."""
-    d, dv = dims
+    many_schedules(*dims, form, dtype, sim_seeds)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("form", MASKS)
+def test_tiles_of_long_sequences(form: str, dtype: str, sim_seeds: range, monkeypatch: Any):
+    """With head dims up to 64 they are others, which no problem of this size would meet."""
+    monkeypatch.setattr(schedule, "SHORT", 0)
+    many_schedules(64, 64, form, dtype, sim_seeds)
+
+
+def many_schedules(d: int, dv: int, form: str, dtype: str, sim_seeds: range) -> None:
     p = Problem(((130, 300),), 1, 2, d, dv, dtype, seed=d, **MASKS[form])
     results = simulate(p, sim_seeds)
     for other in results[1:]:
         assert all(torch.equal(results[0][name], other[name]) for name in other)
 
 
+@pytest.mark.parametrize("short", [0, schedule.SHORT])
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128)])
-def test_packed_and_used_lengths(dims, sim_seeds: range):
+def test_packed_and_used_lengths(dims, short: int, sim_seeds: range, monkeypatch: Any):
+    monkeypatch.setattr(schedule, "SHORT", short)
     lengths = ((5, 200), (200, 5), (0, 30), (140, 300), (64, 0))
     p = Problem(lengths, 1, 3, *dims, "bf16", varlen=True, causal=True, tail=(3, 2), poison=True)
     simulate(p, sim_seeds)
@@ -127,6 +140,14 @@ def test_rows_that_see_nothing_of_the_first_key_tile(lengths, shift: float):
     digits, or 0, as if the row saw nothing; far above, infinite."""
     p = Problem((lengths,), 1, 2, 128, 128, "bf16", causal=True, shift=shift)
     simulate(p)
+
+
+@pytest.mark.parametrize("shift", [-150.0, 150.0])
+def test_packed_tiles_are_computed_again_by_the_same_program(shift: float, sim_seeds: range):
+    """Programs claim packed tiles as they come, the second time the ones they had."""
+    lengths = ((200, 230), (150, 190), (0, 7), (64, 100), (300, 340), (1, 2))
+    p = Problem(lengths, 1, 2, 128, 128, "bf16", causal=True, varlen=True, shift=shift)
+    simulate(p, sim_seeds)
 
 
 @pytest.mark.parametrize("form", [{"causal": True}, {"window": (10, 5)}, {"window": (30, -20)}])

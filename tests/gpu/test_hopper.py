@@ -17,7 +17,7 @@ from tilewise import attention, attention_varlen, dispatch
 DEVICE = "cuda"
 KERNEL = next(k for k in dispatch.KERNELS if k.name == "hopper/fa3")
 HOW = {"backend": "hopper", "algorithm": "fa3"}
-LAUNCHES = 2000
+LAUNCHES = 10_000
 FUZZ = int(os.environ.get("TILEWISE_FUZZ", 3000))
 BLOCK = 10
 SIZE = Size(

@@ -19,7 +19,7 @@ from tilewise.spec import AttentionSpec
 
 
 def agenda(spec: AttentionSpec, tile_q: int, tile_k: int, programs: int) -> Tensor | None:
-    """Each program's query tiles, in its column: how many, then their numbers; int32, on spec.device.
+    """Each program's query tiles, in its column, and then the number of all; int32, on spec.device.
 
     Tile t is number t % n of the n query tiles of head t // n, counting heads through the batch. None:
     programs take tiles in turn, for all take equally long; or because nothing may be copied now.
@@ -61,9 +61,8 @@ def _deal_evenly(costs: tuple[float, ...], heads: int, together: int, programs: 
     mean = sum(costs) * heads / programs
     while True:
         lists = deal(costs, heads, together, programs)
-        rows = lists[1:] % len(costs)
-        taken = torch.arange(len(rows))[:, None] < lists[0]
-        longest = float((torch.tensor(costs)[rows] * taken).sum(0).max())
+        taken = torch.tensor([*costs * heads, 0.0])[lists]
+        longest = float(taken.sum(0).max())
         if together >= heads or longest <= schedule.EVEN_ENOUGH * mean:
             return lists
         together = min(2 * together, heads)
@@ -77,9 +76,11 @@ def deal(costs: tuple[float, ...], heads: int, together: int, programs: int) -> 
         at, p = free[0]
         lists[p].append(head * len(costs) + row)
         heapq.heapreplace(free, (at + costs[row], p))
-    rounds = max(map(len, lists)) + 1  # a number is read before it is known whether there is one
-    columns = [[len(mine), *mine, *[0] * (rounds - len(mine))] for mine in lists]
-    return torch.tensor(columns, dtype=torch.int32, device="cpu").T.contiguous()
+    rounds = max(map(len, lists)) + 1
+    none = heads * len(costs)
+    return torch.tensor(
+        [mine + [none] * (rounds - len(mine)) for mine in lists], dtype=torch.int32
+    ).T.contiguous()
 
 
 def heads_together(spec: AttentionSpec) -> int:

@@ -29,16 +29,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from tilewise.backends.hopper.launch import ROWS as _ROWS
 from tilewise.backends.hopper.launch import launch_forward
 from tilewise.backends.hopper.tile import (
+    claimed_tile,
     finite,
     key_range,
     key_tile_runs,
+    listed_tile,
     logits,
     query_tile,
     runs_of_rows,
     store_rows,
-    tile_count,
     tile_has_dead_rows,
-    tile_number,
 )
 from tilewise.gluon.compat import (
     label,
@@ -48,6 +48,7 @@ from tilewise.gluon.compat import (
     tma_store_wait,
     tma_store_wait_written,
 )
+from tilewise.gluon.queue import make_queue
 from tilewise.gluon.ragged import coordinates
 from tilewise.gluon.ring import make_ring
 from tilewise.spec import AttentionSpec, Inputs
@@ -60,38 +61,42 @@ ROWS = gl.constexpr(_ROWS)
 
 
 @gluon.jit
-def produce(
-    inputs,
-    rings,
-    problem,
-    verdict,
-    CONSUMERS: gl.constexpr,
-    RAGGED: gl.constexpr,
-    ANCHORED: gl.constexpr,
-):
+def produce(inputs, rings, problem, claims, verdict, how: gl.constexpr, ANCHORED: gl.constexpr):
     """The producer: all that the consumers read, once or, if they ask for it, twice."""
-    count = tile_count(problem, CONSUMERS * ROWS, RAGGED)
-    none = count * 0
-    step = load_tiles(inputs, rings, problem, count, none, none, CONSUMERS, RAGGED)
+    none = gl.program_id(0) * 0
+    start = load_tiles(inputs, rings, problem, claims, (none, none, none), how, False)
     if ANCHORED:
         if lost(verdict, 1):
-            load_tiles(inputs, rings, problem, count, count, step, CONSUMERS, RAGGED)
+            load_tiles(inputs, rings, problem, claims, start, how, True)
 
 
 @gluon.jit
-def load_tiles(
-    inputs, rings, problem, count, q_step, step, CONSUMERS: gl.constexpr, RAGGED: gl.constexpr
-):
-    """Load K and V tile by tile, and Q with the first of them, for every query tile of the program."""
+def load_tiles(inputs, rings, problem, claims, start, how: gl.constexpr, AGAIN: gl.constexpr):
+    """Load K and V tile by tile, and Q with the first of them, for every query tile of the program.
+
+    start: how many query tiles, key tiles and numbers of query tiles there were before. Returns how
+    many there are now."""
     q_desc, k_desc, v_desc = inputs
     q_ring, k_ring, v_ring = rings
+    tiles, agenda, queue = problem[0]
     lengths = problem[1]
+    q_step, step, ticket = start
+    CONSUMERS: gl.constexpr = how[0]
+    RAGGED: gl.constexpr = how[3]
+    TILE_Q: gl.constexpr = CONSUMERS * ROWS
     TILE_K: gl.constexpr = k_ring.buffer.shape[1]
-    for turn in range(count):
-        tile = query_tile(tile_number(turn, problem), problem, CONSUMERS * ROWS)
+    turn = step * 0
+    if RAGGED:
+        t = claimed_tile(tiles + gl.program_id(0), problem, claims, AGAIN, TILE_Q)
+    else:
+        t = listed_tile(turn, problem)
+    while t < tiles:
+        if RAGGED:
+            queue.put(ticket + turn, t, 1)
+        tile = query_tile(t, problem, TILE_Q)
         b, head, q_start, start_q, seqlen_q, start_k, seqlen_k, seen_k = tile
         kv_head = head // problem[2][1]
-        runs = key_tile_runs(tile, problem, CONSUMERS * ROWS, TILE_K)
+        runs = key_tile_runs(tile, problem, TILE_Q, TILE_K)
         for back in range(runs[3] - runs[0]):
             row = (runs[3] - 1 - back) * TILE_K
             k_at = (b, kv_head, start_k, row), (seen_k, lengths[5])
@@ -102,7 +107,14 @@ def load_tiles(
                     load_parts(q_ring, (q_step + turn) * CONSUMERS + w, q_desc, q_at, RAGGED)
             load_parts(v_ring, step, v_desc, k_at, RAGGED)
             step += 1
-    return step
+        turn += 1
+        if RAGGED:
+            t = claimed_tile(t, problem, claims, AGAIN, TILE_Q)
+        else:
+            t = listed_tile(turn, problem)
+    if RAGGED:
+        queue.put(ticket + turn, t, 1)
+    return q_step + turn, step, ticket + turn + 1
 
 
 @gluon.jit
@@ -120,10 +132,9 @@ def load_parts(ring, step, desc, at, RAGGED: gl.constexpr):
 @gluon.jit
 def consume(W: gl.constexpr, shared, verdict, how: gl.constexpr, ANCHORED: gl.constexpr):
     """Consumer W: rows W * 64 and on of every query tile of the program."""
-    results, problem = shared[0], shared[2]
-    count = tile_count(problem, how[0] * ROWS, how[3])
-    none = count * 0
-    step, lost_rows = attend(W, shared, count, none, none, how, ANCHORED)
+    results = shared[0]
+    none = gl.program_id(0) * 0
+    start, lost_rows = attend(W, shared, (none, none, none), how, ANCHORED)
     if ANCHORED:
         ballot, done = verdict
         ballot.slice(W * ROWS, ROWS).store(lost_rows)
@@ -131,7 +142,7 @@ def consume(W: gl.constexpr, shared, verdict, how: gl.constexpr, ANCHORED: gl.co
         if lost(verdict, 4):
             if results[0] is not None:
                 tma_store_wait_written()  # or the first attempt's output might arrive last
-            attend(W, shared, count, count, step, how, False)
+            attend(W, shared, start, how, False)
     tma_store_wait(0)
 
 
@@ -145,17 +156,20 @@ def lost(verdict, WARPS: gl.constexpr):
 
 
 @gluon.jit
-def attend(W: gl.constexpr, shared, count, q_step, step, how: gl.constexpr, ANCHORED: gl.constexpr):
-    """Attention of every query tile of the program. q_step and step count tiles of the rings.
+def attend(W: gl.constexpr, shared, start, how: gl.constexpr, ANCHORED: gl.constexpr):
+    """Attention of every query tile of the program.
 
-    Returns the next step and, for each row, how many outputs were lost to the anchor.
+    start: as for load_tiles. Returns the next start and, for each row, how many outputs were lost to
+    the anchor.
     """
     results, rings, problem, factors, turns = shared
     q_ring, k_ring, v_ring = rings
+    q_step, step, ticket = start
     scale, softcap = factors
     left, right = problem[3]
     CONSUMERS: gl.constexpr = how[0]
     Q_IN_REGISTERS: gl.constexpr = how[1]
+    RAGGED: gl.constexpr = how[3]
     DTYPE: gl.constexpr = q_ring.buffer.dtype
     TILE_Q: gl.constexpr = CONSUMERS * ROWS
     TILE_K: gl.constexpr = k_ring.buffer.shape[1]
@@ -169,7 +183,13 @@ def attend(W: gl.constexpr, shared, count, q_step, step, how: gl.constexpr, ANCH
     rows = W * ROWS + gl.arange(0, ROWS, per_row)
     keys = gl.arange(0, TILE_K, gl.SliceLayout(0, scores))
     lost_rows = gl.zeros([ROWS], gl.int32, per_row)
-    tile = query_tile(tile_number(0, problem), problem, TILE_Q)
+    tiles, agenda, queue = problem[0]
+    turn = step * 0
+    if RAGGED:
+        t = queue.get(ticket, 4)
+    else:
+        t = listed_tile(turn, problem)
+    tile = query_tile(t, problem, TILE_Q)
     runs = key_tile_runs(tile, problem, TILE_Q, TILE_K)
     # Before the first query tile comes one that lies past all ends: nothing of it is stored.
     out = gl.zeros([ROWS, BLOCK_DV], DTYPE, output)
@@ -177,13 +197,16 @@ def attend(W: gl.constexpr, shared, count, q_step, step, how: gl.constexpr, ANCH
     doubt = lost_rows
     done = (tile[0], tile[1], tile[2] * 0 + NOWHERE, tile[3], tile[4], tile[5], tile[6], tile[7])
 
-    for turn in range(count):
+    while t < tiles:
+        turn += 1
+        if not RAGGED:
+            t = listed_tile(turn, problem)  # long before it is needed
         # The first product of a query tile hides how the output of the tile before leaves.
         mine = runs
         if MASKED:
             mine = runs_of_rows(runs, W * ROWS, tile, problem, ROWS, TILE_K)
         step = pass_by(W, runs[3] - mine[3], rings, turns, step, how)
-        number = (q_step + turn) * CONSUMERS + W
+        number = (q_step + turn - 1) * CONSUMERS + W
         q = load_q(q_ring, number, scores, Q_IN_REGISTERS)
         k_ring.wait_full(step)
         s = start_scores(q, q_ring, k_ring, step, scores, Q_IN_REGISTERS)
@@ -225,7 +248,9 @@ def attend(W: gl.constexpr, shared, count, q_step, step, how: gl.constexpr, ANCH
         last = start_output(W, p, o, v_ring, turns, step, how)
         passed = mine[0] - runs[0]
         done = tile
-        tile = query_tile(tile_number(turn + 1, problem), problem, TILE_Q)
+        if RAGGED:
+            t = queue.get(ticket + turn, 4)
+        tile = query_tile(t, problem, TILE_Q)
         runs = key_tile_runs(tile, problem, TILE_Q, TILE_K)
         top = top * factor if EXACT else top
         lse, inverse, doubt = statistics(top, total, ANCHORED)
@@ -234,9 +259,9 @@ def attend(W: gl.constexpr, shared, count, q_step, step, how: gl.constexpr, ANCH
         out = (o * spread(inverse, o)).to(DTYPE)
         step = pass_by(W, passed, rings, turns, step + 1, how)
 
-    if count > 0:
+    if turn > 0:
         lost_rows += store(W, (out, lse, doubt), rows, done, results, problem, how)
-    return step, lost_rows
+    return (q_step + turn, step, ticket + turn + 1), lost_rows
 
 
 @gluon.jit
@@ -508,7 +533,8 @@ def forward_kernel(
     lse_ptr,
     lse_batch,
     lse_head,
-    agenda,  # None: programs take query tiles in turn
+    agenda,  # None: programs take query tiles in turn, or claim them
+    claims,  # None: they do not
     cu_q,
     cu_k,
     used_q,
@@ -570,7 +596,11 @@ def forward_kernel(
     inputs = (q_desc, k_desc, v_desc)
     rings = (q_ring, k_ring, v_ring)
     lengths = (cu_q, cu_k, used_q, used_k, max_q, max_k)
-    problem = ((tiles, agenda), lengths, (heads, group, batch_heads, together), (left, right))
+    if RAGGED:
+        work = (tiles, agenda, make_queue("tiles", 2, CONSUMERS))
+    else:
+        work = (tiles, agenda, claims)
+    problem = (work, lengths, (heads, group, batch_heads, together), (left, right))
     factors = (scale, softcap)
     verdict = (ballot, done)
     shared = (results, rings, problem, factors, turns)
@@ -580,7 +610,7 @@ def forward_kernel(
             [
                 (consume, (0, shared, verdict, how, ANCHORED)),
                 (consume, (1, shared, verdict, how, ANCHORED)),
-                (produce, (inputs, rings, problem, verdict, CONSUMERS, RAGGED, ANCHORED)),
+                (produce, (inputs, rings, problem, claims, verdict, how, ANCHORED)),
             ],
             [4, 1],
             [REGISTERS, 24],
@@ -591,7 +621,7 @@ def forward_kernel(
                 (consume, (0, shared, verdict, how, ANCHORED)),
                 (consume, (1, shared, verdict, how, ANCHORED)),
                 (consume, (2, shared, verdict, how, ANCHORED)),
-                (produce, (inputs, rings, problem, verdict, CONSUMERS, RAGGED, ANCHORED)),
+                (produce, (inputs, rings, problem, claims, verdict, how, ANCHORED)),
             ],
             [4, 4, 1],
             [REGISTERS, REGISTERS, 24],

@@ -80,10 +80,10 @@ def plan_forward(spec: AttentionSpec) -> Plan:
         "REGISTERS": tile.registers,
     }
     options = {"num_warps": 4, "maxnreg": tile.maxnreg}
-    if spec.ragged:  # the hardware deals out programs of one tile each, as others end
-        return Plan(tile, blocks, None, Relaunch(tiles, arguments, options))
     programs = min(tiles, schedule.multiprocessors(spec.device))
-    lists = agenda(spec, tile.consumers * ROWS, tile.k, programs) if tiles else None
+    lists = None
+    if tiles and not spec.ragged:
+        lists = agenda(spec, tile.consumers * ROWS, tile.k, programs)
     return Plan(tile, blocks, lists, Relaunch(programs, arguments, options))
 
 
@@ -113,8 +113,15 @@ def launch_forward(kernel: Any, spec: AttentionSpec, x: Inputs, out: Tensor, lse
             lse,
             *strides(spec, lse)[::2],
             plan.agenda,
+            claims(plan, spec) if spec.ragged else None,
             *lengths(spec, x),
         )
+
+
+def claims(plan: Plan, spec: AttentionSpec) -> Tensor:
+    """Room for a counter, which is 0, and for the order in which programs claim query tiles."""
+    entries = 1 + plan.launch.arguments["tiles"] + plan.launch.programs
+    return torch.zeros(entries, dtype=torch.int32, device=spec.device)
 
 
 def takes_tma(spec: AttentionSpec, t: Tensor) -> bool:

@@ -21,29 +21,44 @@ sequence_rows = gluon.jit(portable.sequence_rows.fn)
 
 
 @gluon.jit
-def tile_count(problem, TILE_Q: gl.constexpr, RAGGED: gl.constexpr):
-    """How many of all query tiles this program works on.
-
-    Where lengths differ there is a program for each tile, and some lie past their sequence's end."""
-    tiles, agenda = problem[0]
-    programs = gl.num_programs(0)
+def listed_tile(turn, problem):
+    """The program's query tile of a turn where the host knows all lengths; from `tiles` on, none."""
+    agenda = problem[0][1]
     if agenda is not None:
-        count = gl.load(agenda + gl.program_id(0))
+        return gl.load(agenda + turn * gl.num_programs(0) + gl.program_id(0))
     else:
-        count = gl.cdiv(tiles - gl.program_id(0), programs)
-    if RAGGED:
-        tile = query_tile(gl.program_id(0), problem, TILE_Q)
-        count = gl.where(tile[2] < tile[4], count, 0)
-    return count
+        return turn * gl.num_programs(0) + gl.program_id(0)
 
 
 @gluon.jit
-def tile_number(turn, problem):
-    """The program's tile of each turn; of the turn after the last one, any."""
-    agenda = problem[0][1]
-    if agenda is not None:
-        return gl.load(agenda + (turn + 1) * gl.num_programs(0) + gl.program_id(0))
-    return min(turn * gl.num_programs(0) + gl.program_id(0), problem[0][0] - 1)
+def claimed_tile(t, problem, claims, AGAIN: gl.constexpr, TILE_Q: gl.constexpr):
+    """The query tile after t where lengths are known on the GPU only: the next one that no program has
+    claimed and that has a query. Before a program's first one comes `tiles` + its number.
+
+    claims: how many are claimed beyond the programs' first ones, then for each t what came after it:
+    AGAIN, the same follows once more.
+    """
+    tiles = problem[0][0]
+    after = claims + 1 + t
+    if AGAIN:
+        t = gl.load(after)
+    else:
+        t = t - tiles  # the program's number, of the tile that is its own
+        void = t < 0
+        if t >= 0:
+            void = is_void(t, problem, TILE_Q)
+        while void:
+            t = gl.num_programs(0) + gl.atomic_add(claims, 1, sem="relaxed")
+            void = is_void(t, problem, TILE_Q)
+        gl.store(after, t)
+    return t
+
+
+@gluon.jit
+def is_void(t, problem, TILE_Q: gl.constexpr):
+    """Whether a query tile lies past its sequence's end."""
+    tile = query_tile(t, problem, TILE_Q)
+    return (t < problem[0][0]) & (tile[2] >= tile[4])
 
 
 @gluon.jit
@@ -58,7 +73,9 @@ def head_and_rank(t, tiles, batch_heads, together):
 
 @gluon.jit
 def query_tile(t, problem, TILE_Q: gl.constexpr):
-    """Query tile t: its batch entry, query head and first query, then for queries and for keys the
+    """Query tile t, or the last one if there is none.
+
+    Its batch entry, query head and first query, then for queries and for keys the
     first row in memory and the length of the sequence, and the length up to which keys are seen.
 
     Keys before the first one that any query may see do not count: the sequence begins after them.
@@ -67,6 +84,7 @@ def query_tile(t, problem, TILE_Q: gl.constexpr):
     cu_q, cu_k, used_q, used_k, max_q, max_k = lengths
     heads, group, batch_heads, together = counts
     left, right = window
+    t = min(t, work[0] - 1)
     tiles = gl.cdiv(max_q, TILE_Q)
     if cu_q is not None or used_q is not None or used_k is not None:
         # Last queries first: under a causal mask they see the most keys, and are of long sequences.
