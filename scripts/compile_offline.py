@@ -172,13 +172,10 @@ def launches(case: Case, kernel: dispatch.Kernel, arch: Arch) -> Iterator[Launch
         out = ops._empty_out(spec, x)
         lse, saved = ops._empty_statistics(spec, x)
         module.forward(spec, x, out, lse, saved)
-        backward = getattr(module, "backward", None)
-        if kernel.backend == "hopper" and max(case.dims) <= 128:
-            backward = hopper_backward.backward  # in no support table yet
-        if backward is not None:
+        if kernel.lack(spec, "backward", frozenset({"lse_grad"})) is None:
             grads = ops.Gradients(spec, x)
             douts = torch.empty_like(out), torch.empty_like(lse)
-            backward(spec, x, out, lse, saved, *douts, grads)
+            module.backward(spec, x, out, lse, saved, *douts, grads)
     yield from recorded
 
 

@@ -19,7 +19,7 @@ from typing import Literal
 import torch
 
 from tilewise.errors import UnsupportedError
-from tilewise.spec import AttentionSpec
+from tilewise.spec import MAX_HEAD_DIM, AttentionSpec
 
 Direction = Literal["forward", "backward"]
 
@@ -46,7 +46,7 @@ FEATURES = {
 
 _ALL = frozenset(FEATURES) - {"fp8"}
 _TRITON = _ALL - {"fp64", "bias", "alibi", "sink", "dropout"}
-_HOPPER = _TRITON - {"fp32", "lse_grad"}
+_HOPPER = _TRITON - {"fp32"}
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,7 @@ class Kernel:
     backward: frozenset[str]
     unavailable: Callable[[torch.device], str | None]  # why it cannot run there, None if it can
     reserved: str | None = None  # why algorithm="auto" passes it over
+    largest_backward: int = MAX_HEAD_DIM  # head dim, of either kind, that its backward takes
 
     @property
     def name(self) -> str:
@@ -74,12 +75,16 @@ class Kernel:
 
     def refusal(self, spec: AttentionSpec, direction: Direction, extra: frozenset[str]) -> str | None:
         """Why this kernel cannot run the spec; None if it can."""
-        reason = self.unavailable(spec.device)
-        if reason is not None:
-            return reason
+        return self.unavailable(spec.device) or self.lack(spec, direction, extra)
+
+    def lack(self, spec: AttentionSpec, direction: Direction, extra: frozenset[str]) -> str | None:
+        """What it does not support of the spec, wherever it runs; None if it supports all."""
         supported = getattr(self, direction)
         if not supported:
             return f"has no {direction}"
+        largest = max(spec.head_dim, spec.head_dim_v)
+        if direction == "backward" and largest > self.largest_backward:
+            return f"no backward with head dims above {self.largest_backward}"
         missing = (spec.features | extra) - supported
         if missing:
             return f"no {direction} with " + ", ".join(
@@ -130,10 +135,11 @@ KERNELS: tuple[Kernel, ...] = (
     Kernel(
         "hopper",
         "fa3",
-        "tilewise.backends.hopper.forward",
+        "tilewise.backends.hopper.fa3",
         _HOPPER,
-        frozenset(),
+        _HOPPER - {"deterministic"},
         _hopper,
+        largest_backward=128,
     ),
     Kernel("triton", "fa2", "tilewise.backends.triton.fa2", _TRITON, _TRITON, _triton),
     Kernel("cpu", "fa1", "tilewise.backends.cpu.fa1", _ALL, _ALL, _cpu, _TEACHING),

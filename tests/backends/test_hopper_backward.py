@@ -21,11 +21,8 @@ from tilewise.backends.hopper.backward import backward, backward_kernel
 from tilewise.backends.hopper.launch_backward import plan_backward
 from tilewise.ops import Gradients
 
-# Not in a support table yet: what it will be right for.
-SUPPORTED = next(k for k in dispatch.KERNELS if k.name == "triton/fa2").backward - {
-    "fp32",
-    "deterministic",
-}
+KERNEL = next(k for k in dispatch.KERNELS if k.name == "hopper/fa3")
+SUPPORTED = KERNEL.backward
 RANDOM = 30
 
 
@@ -67,7 +64,7 @@ def test_planned_arguments_are_the_kernels_last_ones_in_order():
 def edge_cases() -> Iterator[Any]:
     for n, (name, problem) in enumerate(EDGES.items()):
         p = replace(problem, dtype=("bf16", "fp16")[n % 2], seed=n)
-        fits = max(p.head_dim, p.head_dim_v) <= 128 and p.loss != "none"
+        fits = max(p.head_dim, p.head_dim_v) <= KERNEL.largest_backward and p.loss != "none"
         if fits and problems.features(p) <= SUPPORTED:
             yield pytest.param(p, id=name)
 

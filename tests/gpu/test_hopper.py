@@ -1,4 +1,4 @@
-"""What is the Hopper forward's alone on a real GPU: anchors that are outgrown, hangs, determinism."""
+"""What is the Hopper kernels' alone on a real GPU: anchors that are outgrown, hangs, determinism."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import problems
 import pytest
 import torch
 from edges import EDGES
-from problems import Size
+from problems import Problem, Size
 
-from tilewise import attention, attention_varlen, dispatch
+from tilewise import UnsupportedError, attention, attention_varlen, dispatch
 
 DEVICE = "cuda"
 KERNEL = next(k for k in dispatch.KERNELS if k.name == "hopper/fa3")
@@ -35,20 +35,34 @@ def hopper():
         pytest.skip(missing)
 
 
+def where_it_has_gradients(p: Problem) -> Problem:
+    """The problem itself, or without gradients if the backward does not take it."""
+    fits = max(p.head_dim, p.head_dim_v) <= KERNEL.largest_backward
+    return p if fits and problems.features(p) <= KERNEL.backward else replace(p, loss="none")
+
+
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize("edge", EDGES)
 def test_edge(edge: str, dtype: str):
-    p = replace(EDGES[edge], dtype=dtype, loss="none")
+    p = where_it_has_gradients(replace(EDGES[edge], dtype=dtype))
     if not problems.features(p) <= KERNEL.forward:
         pytest.skip("not in the support table")
     problems.check(p, DEVICE, **HOW)
 
 
+def test_what_its_backward_does_not_take_is_an_error():
+    p = Problem(((70, 70),), 1, 1, 136, 64, "bf16")
+    with pytest.raises(UnsupportedError, match="no backward with head dims above 128"):
+        problems.check(p, DEVICE, **HOW)
+    with pytest.raises(UnsupportedError, match="no backward with deterministic"):
+        problems.check(replace(p, head_dim=64, deterministic=True), DEVICE, **HOW)
+
+
 @pytest.mark.parametrize("block", range(-(-FUZZ // BLOCK)))
 def test_random_problems(block: int):
-    """Without gradients: a failing problem is printed whole; its number is its seed."""
+    """A failing problem is printed whole; its number is its seed."""
     for seed in range(BLOCK * block, min(BLOCK * (block + 1), FUZZ)):
-        p = replace(problems.random_problem(seed, KERNEL.forward, SIZE), loss="none")
+        p = where_it_has_gradients(problems.random_problem(seed, KERNEL.forward, SIZE))
         try:
             problems.check(p, DEVICE, **HOW)
         except Exception as error:

@@ -1,0 +1,6 @@
+"""FlashAttention-3 for Hopper: both directions, as ``tilewise.dispatch`` calls them."""
+
+from tilewise.backends.hopper.backward import backward
+from tilewise.backends.hopper.forward import forward
+
+__all__ = ["backward", "forward"]
