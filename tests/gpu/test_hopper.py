@@ -140,6 +140,23 @@ def test_a_graph_replays_a_causal_call():
     assert torch.equal(out, attention(q, k, v, causal=True, **HOW))
 
 
+def test_a_graph_replays_a_packed_call():
+    """Its programs count the query tiles they claim: from 0 in every replay."""
+    ends = torch.tensor([0, 300, 310, 1500, 2100], device=DEVICE, dtype=torch.int32)
+    packed = {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "max_seqlen_q": 1200, "max_seqlen_k": 1200}
+    q, k, v = (torch.randn(2100, 6, 128, device=DEVICE, dtype=torch.bfloat16) for _ in range(3))
+    attention_varlen(q, k, v, causal=True, **packed, **HOW)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = attention_varlen(q, k, v, causal=True, **packed, **HOW)
+    for _ in range(3):
+        q.copy_(torch.randn_like(q))
+        ends[1:3] += 40
+        out.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(out, attention_varlen(q, k, v, causal=True, **packed, **HOW))
+
+
 def test_compiled_with_graphs():
     """The pool of a graph that warms up is reset: a list of query tiles in it would be overwritten."""
     compiled = torch.compile(lambda q, k, v: attention(q, k, v, causal=True) * 2, mode="reduce-overhead")

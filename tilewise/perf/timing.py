@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import statistics
 import random
+import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
