@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -24,10 +26,11 @@ from torch import Tensor
 from tilewise import reference, schedule, sim
 from tilewise.backends.hopper import forward as product_forward
 from tilewise.backends.hopper import launch as product_launch
-from tilewise.gluon import ring
+from tilewise.backends.hopper import tile as product_tile
+from tilewise.gluon import queue, ring
 from tilewise.sim.kernels import blackwell as blackwell_demo
 from tilewise.sim.kernels import hopper as hopper_demo
-from tilewise.sim.mutate import Mutation, Source
+from tilewise.sim.mutate import Mutation, Source, edit, mutations
 from tilewise.spec import AttentionSpec, Inputs, make_spec
 
 Outputs = tuple[Tensor, ...]
@@ -35,7 +38,10 @@ Outputs = tuple[Tensor, ...]
 
 @dataclass(frozen=True)
 class Subject:
-    """`run(module, seed)` calls the host code of a possibly broken module; odd seeds are causal."""
+    """`run(module, seed)` calls the host code of a possibly broken module; odd seeds are causal.
+
+    functions: those that `run` reaches, if it does not reach all.
+    """
 
     module: types.ModuleType
     run: Callable[[Any, int], Outputs]
@@ -43,6 +49,13 @@ class Subject:
     limit: float
     arch: str = "hopper"
     options: Mapping[str, Any] = field(default_factory=dict)
+    functions: tuple[str, ...] = ()
+
+    def mutations(self, by_hand: Sequence[tuple[str, ...]]) -> list[Mutation]:
+        found = mutations(self.module)
+        if self.functions:
+            found = [m for m in found if m.function in self.functions]
+        return found + [edit(self.module, *parts) for parts in by_hand]
 
     def notices(self, module: types.ModuleType, seed: int) -> str:
         """What is wrong with this module: kinds of findings, "wrong result", or nothing ("")."""
@@ -136,61 +149,102 @@ def _growing_problem(causal: bool) -> tuple[list[Tensor], Outputs]:
     return [q, k, v, do], gradients(q, k, v, do, causal)[:2]
 
 
-# The product's forward in its variants, with key tiles so small that rings go round, and on one
-# multiprocessor, so that a program has several query tiles.
+class Variant(NamedTuple):
+    """A tile of the product's forward, the problem it gets, and on how many multiprocessors."""
+
+    tile: schedule.HopperTile
+    values: str
+    options: Mapping[str, Any] = MappingProxyType({})
+    programs: int = 1
+
+
+# With key tiles so small that rings go round, and so few programs that each has several query tiles.
 _THREE = schedule.HopperTile(3, 64, 2, 2, False, True, 64, 160, 128)
 _TWO = schedule.HopperTile(2, 64, 2, 1, True, False, 64, 240, 168)
-_PRODUCT: tuple[tuple[schedule.HopperTile, str, dict[str, Any]], ...] = (
-    (_THREE, "plain", {}),
-    (_TWO, "growing", {"causal": True}),
-    (_THREE, "growing", {"window_left": 280, "window_right": 30}),
-    (_TWO._replace(o_columns=32), "overflow", {"causal": True}),
-    (_THREE, "overflow", {}),
-    (_TWO._replace(o_columns=32), "packed", {"causal": True}),
-    (_TWO, "short", {}),
-    (_TWO._replace(q_in_registers=False), "wide", {}),
+_CAUSAL = {"causal": True}
+_PRODUCT = (
+    Variant(_THREE, "plain"),
+    Variant(_TWO, "growing", _CAUSAL),
+    Variant(_THREE._replace(q_stages=1), "growing", {"window_left": 40, "window_right": 30}),
+    Variant(_TWO._replace(o_columns=32), "overflow", _CAUSAL),
+    Variant(_TWO, "packed overflow", _CAUSAL, programs=3),
+    Variant(_THREE, "overflow", _CAUSAL),
+    Variant(_THREE._replace(o_columns=32), "packed half", _CAUSAL),
+    Variant(_TWO._replace(q_in_registers=False), "wide", _CAUSAL),
+    Variant(_THREE._replace(stages=3), "packed short"),
+    Variant(_TWO, "huge half"),
 )
+_PACKED = [n for n, variant in enumerate(_PRODUCT) if "packed" in variant.values]
 
 
 @cache
 def _product_problem(variant: int) -> tuple[AttentionSpec, Inputs, Outputs]:
     """Keys are visited from the last to the first, so what grows must grow towards the first."""
-    _, values, options = _PRODUCT[variant]
-    length = 320  # for no variant a number of key tiles that takes the rings back to their first phase
+    values, options = _PRODUCT[variant].values, _PRODUCT[variant].options
+    # No first attempt takes the rings back to their first phase: the second one would not notice.
+    length = 384 if values == "growing" else 320
     q, k, v, _ = (t.transpose(1, 2) for t in inputs(1, 1, length, D))
-    x = Inputs(q, k, v)
     longest: dict[str, int] = {}
-    if values == "growing":
-        x = x._replace(k=(k * torch.linspace(4, 0.2, length)[None, :, None, None]).bfloat16())
-    if values == "overflow":  # a score beyond the range of the first attempt
+    if values == "growing":  # and diagonals pass between the corners of key tiles
+        q = q[:, 20:]
+        k = (k * torch.linspace(4, 0.2, length)[None, :, None, None]).bfloat16()
+    if "overflow" in values:  # a score beyond the range of the first attempt
         k[:, 5] *= 60
-    if values == "short":  # one key tile for each query tile
-        x = x._replace(k=k[:, :50], v=v[:, :50])
     if values == "wide":  # Q and K in three blocks of columns
         q, k = (torch.cat([t, t.flip(1), t], -1)[:, :200] / 2 for t in (q, k))
-        x = Inputs(q, k, v[:, :200])
-    if values == "packed":
-        starts = torch.tensor([0, 150, length], dtype=torch.int32)
-        x = Inputs(*(t[0].half() for t in x[:3]), cu_seqlens_q=starts, cu_seqlens_k=starts)
-        longest = {"max_seqlen_q": 170, "max_seqlen_k": 170}
+        v = v[:, :200]
+    if values == "huge half":  # logits so large that a rounded one is off by more than exp2 can bear
+        q, k, v = torch.full_like(q, 6e4), torch.full_like(k[:, :1], 6e4), v[:, :1]
+    if "half" in values:
+        q, k, v = (t.half() for t in (q, k, v))
+    x = Inputs(q, k, v)
+    if "packed" in values:
+        ends = [150, 170, length]  # the second sequence lacks a query tile that the others have
+        if "short" in values:  # one key tile for each query tile
+            ends = list(range(40, length + 1, 40))
+        starts = torch.tensor([0, *ends], dtype=torch.int32)
+        x = Inputs(*(t[0] for t in (q, k, v)), cu_seqlens_q=starts, cu_seqlens_k=starts)
+        longest = dict.fromkeys(("max_seqlen_q", "max_seqlen_k"), int(starts.diff().max()))
     spec = make_spec(x, **longest, **options)
     return spec, x, reference.attention(spec, x)
 
 
-def _product(module: Any, seed: int) -> Outputs:
-    variant = seed % len(_PRODUCT)
+def _product(module: Any, seed: int, variants: Sequence[int] = range(len(_PRODUCT))) -> Outputs:
+    variant = variants[seed % len(variants)]
+    tile, values, _, programs = _PRODUCT[variant]
     spec, x, right = _product_problem(variant)
     out, lse = (
         torch.full(r.shape, torch.nan, dtype=d)
         for r, d in zip(right, (x.q.dtype, torch.float32), strict=True)
     )
     with (
-        mock.patch.object(schedule, "hopper_tile", lambda *_: _PRODUCT[variant][0]),
-        mock.patch.object(schedule, "multiprocessors", lambda _: 1),
+        mock.patch.object(schedule, "hopper_tile", lambda *_: tile),
+        mock.patch.object(schedule, "multiprocessors", lambda _: programs),
         mock.patch.object(product_launch, "plan_forward", product_launch.plan_forward.__wrapped__),
     ):
         module.forward(spec, x, out, lse, lse)
+    if "huge" in values:  # there, what is not a number, or infinite, is no wrong one
+        out, lse = (
+            torch.where((r != r) | (r == math.inf), y, r) for r, y in zip((out, lse), right, strict=True)
+        )
     return out, lse
+
+
+def _product_right(seed: int) -> Outputs:
+    return _product_problem(seed % len(_PRODUCT))[2]
+
+
+def _packed_with(name: str) -> Callable[[Any, int], Outputs]:
+    """Packed variants of the product, with a module that it imports from broken."""
+
+    def run(broken: Any, seed: int) -> Outputs:
+        return _product(Source.of(product_forward).load(instead={name: broken}), seed, _PACKED)
+
+    return run
+
+
+def _packed_right(seed: int) -> Outputs:
+    return _product_problem(_PACKED[seed % len(_PACKED)])[2]
 
 
 _A, _B = _matrix(200, 448, 0), _matrix(104, 448, 1)
@@ -211,8 +265,17 @@ SUBJECTS = {
     "forward": Subject(hopper_forward, _forward, _forward_right, 4e-3),
     "persistent": Subject(hopper_persistent, _persistent, _persistent_right, 4e-3),
     "backward": Subject(hopper_backward, _backward, _backward_right, 4e-3),
-    "product": Subject(
-        product_forward, _product, lambda seed: _product_problem(seed % len(_PRODUCT))[2], 4e-3
+    "product": Subject(product_forward, _product, _product_right, 4e-3, options={"together": True}),
+    "product_tile": Subject(
+        product_tile,
+        _packed_with(product_tile.__name__),
+        _packed_right,
+        4e-3,
+        options={"together": True},
+        functions=("claimed_tile",),
+    ),
+    "queue": Subject(
+        queue, _packed_with(queue.__name__), _packed_right, 4e-3, options={"together": True}
     ),
     "hopper_demo": Subject(hopper_demo, _hopper_demo, _forward_right, 4e-3),
     "blackwell_demo": Subject(

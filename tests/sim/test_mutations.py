@@ -13,7 +13,7 @@ from mutants import SUBJECTS
 from problems_sim import TRITON
 from soak import DOCS as DOCS_FILE
 
-from tilewise.sim.mutate import KINDS, Mutation, edit, mutations
+from tilewise.sim.mutate import KINDS, Mutation
 
 SEEDS = 20
 DOCS = DOCS_FILE.read_text(encoding="utf-8")
@@ -39,9 +39,8 @@ EQUIVALENT = {
         "waited for; the product in flight reads Q.",
     },
     "product": {
-        "finish: missing rescale: total * INF -> total in "
-        "total = gl.where(dead, 1.0, gl.where(total == 0, total * INF, total))": "No problem of the "
-        "suite has logits beyond 1e9 in fp16, which this is for.",
+        "take_turn: missing wait: mbarrier.wait(turns.index(W), step & 1)": "Turns are for speed: who "
+        "takes none computes the same, and of what nobody waits for nobody misses a phase.",
         "overlap: early release: k_ring.release(step + 1) before s = warpgroup_mma_wait(1, [s])": "As "
         "in the forward: the release of V orders it.",
     },
@@ -69,27 +68,149 @@ EQUIVALENT = {
     },
 }
 
+# Of next_keys in the product: weights of a key tile, while the product of those before is under way.
+_SOFTMAX = """
+if kind[0]:
+    p_next = powers(s, factor, top, False)
+    total = total + row_sums(p_next)
+    p_next = gl.convert_layout(p_next.to(p.dtype), p.type.layout)
+    o, p = warpgroup_mma_wait(0, [o, p_next])
+else:
+    p_next, top, shrink = softmax_step(s, factor, top, kind[1])
+    total = total * spread(shrink, total) + row_sums(p_next)
+    p_next = gl.convert_layout(p_next.to(p.dtype), p.type.layout)
+    o, p = warpgroup_mma_wait(0, [o, p_next])
+    o = o * spread(shrink, o)
+"""
+
+# Of attend in the product: the key tiles that come last.
+_LEFT_EDGE = """
+if left is not None:
+    for _ in range(n - mine[0]):
+        n -= 1
+        state = (p, o, top, total)
+        p, o, top, total = next_keys(W, q, state, n, at, shared, step, how, kind, True)
+        step += 1
+"""
+
 BY_HAND = {
     "product": [
         (
             "attend",
             "Q is overwritten while it is loaded into registers",
-            "s, o = overlap(W, q, p, o, rings, turns, step, how, scores)\n"
-            "release_q(q_ring, (q_step + turn + 1) * CONSUMERS + W, Q_IN_REGISTERS)",
-            "release_q(q_ring, (q_step + turn + 1) * CONSUMERS + W, Q_IN_REGISTERS)\n"
-            "s, o = overlap(W, q, p, o, rings, turns, step, how, scores)",
+            "s = start_scores(q, q_ring, k_ring, step, scores, Q_IN_REGISTERS)\n"
+            "lost_rows += store(W, (out, lse, doubt), rows, done, results, problem, how)\n"
+            "s = warpgroup_mma_wait(0, [s])\n"
+            "k_ring.release(step)\n"
+            "release_q(q_ring, number, Q_IN_REGISTERS)",
+            "release_q(q_ring, number, Q_IN_REGISTERS)\n"
+            "s = start_scores(q, q_ring, k_ring, step, scores, Q_IN_REGISTERS)\n"
+            "lost_rows += store(W, (out, lse, doubt), rows, done, results, problem, how)\n"
+            "s = warpgroup_mma_wait(0, [s])\n"
+            "k_ring.release(step)",
+        ),
+        (
+            "attend",
+            "Q in shared memory is released before the last scores are there",
+            f"{_LEFT_EDGE}\nrelease_q(q_ring, number, not Q_IN_REGISTERS)",
+            f"release_q(q_ring, number, not Q_IN_REGISTERS)\n{_LEFT_EDGE}",
+        ),
+        (
+            "attend",
+            "the output of a query tile goes where that of the next belongs",
+            "lost_rows += store(W, (out, lse, doubt), rows, done, results, problem, how)\n"
+            "s = warpgroup_mma_wait(0, [s])",
+            "lost_rows += store(W, (out, lse, doubt), rows, tile, results, problem, how)\n"
+            "s = warpgroup_mma_wait(0, [s])",
+        ),
+        (
+            "attend",
+            "the last output is not stored",
+            "if turn > 0:\n"
+            "    lost_rows += store(W, (out, lse, doubt), rows, done, results, problem, how)",
+            "pass",
+        ),
+        (
+            "attend",
+            "all consumers take the key tiles of the first one's rows",
+            "mine = runs_of_rows(runs, W * ROWS, tile, problem, ROWS, TILE_K)",
+            "mine = runs_of_rows(runs, 0, tile, problem, ROWS, TILE_K)",
+        ),
+        (
+            "attend",
+            "later key tiles are not passed by",
+            "step = pass_by(W, runs[3] - mine[3], rings, turns, step, how)",
+            "pass",
+        ),
+        (
+            "attend",
+            "earlier key tiles are not passed by",
+            "step = pass_by(W, passed, rings, turns, step + 1, how)",
+            "step += 1",
+        ),
+        (
+            "attend",
+            "earlier key tiles are counted from the next query tile's",
+            "passed = mine[0] - runs[0]\n"
+            "done = tile\n"
+            "if RAGGED:\n"
+            "    t = queue.get(ticket + turn, 4)\n"
+            "tile = query_tile(t, problem, TILE_Q)\n"
+            "runs = key_tile_runs(tile, problem, TILE_Q, TILE_K)",
+            "done = tile\n"
+            "if RAGGED:\n"
+            "    t = queue.get(ticket + turn, 4)\n"
+            "tile = query_tile(t, problem, TILE_Q)\n"
+            "runs = key_tile_runs(tile, problem, TILE_Q, TILE_K)\n"
+            "passed = mine[0] - runs[0]",
+        ),
+        (
+            "attend",
+            "the first key tile is masked only where the right edge is",
+            "if (n < mine[1]) | (n >= mine[2]):\n    s = masked(s, n, keys, i, tile, problem)",
+            "if n >= mine[2]:\n    s = masked(s, n, keys, i, tile, problem)",
+        ),
+        (
+            "pass_by",
+            "turns are passed on before they come",
+            "take_turn(W, turns, step, how)\npass_turn(W, turns, how)",
+            "pass_turn(W, turns, how)",
+        ),
+        (
+            "pass_by",
+            "no turn is taken for what is left out",
+            "take_turn(W, turns, step, how)\npass_turn(W, turns, how)",
+            "pass",
+        ),
+        (
+            "next_keys",
+            "V is released before O has been waited for",
+            f"{_SOFTMAX}\nrings[2].release(step)",
+            f"rings[2].release(step)\n{_SOFTMAX}",
         ),
         (
             "consume",
             "the second attempt begins at step 0",
-            "attend(W, shared, count, count, step, how, False)",
-            "attend(W, shared, count, count, none, how, False)",
+            "attend(W, shared, start, how, False)",
+            "attend(W, shared, (start[0], none, start[2]), how, False)",
         ),
         (
             "consume",
             "the second attempt reads the first Q again",
-            "attend(W, shared, count, count, step, how, False)",
-            "attend(W, shared, count, none, step, how, False)",
+            "attend(W, shared, start, how, False)",
+            "attend(W, shared, (none, start[1], start[2]), how, False)",
+        ),
+        (
+            "consume",
+            "the second attempt reads the queue from its start",
+            "attend(W, shared, start, how, False)",
+            "attend(W, shared, (start[0], start[1], none), how, False)",
+        ),
+        (
+            "consume",
+            "the first output may arrive after the second",
+            "tma_store_wait_written()",
+            "tma_store_wait(0)",
         ),
         (
             "consume",
@@ -112,16 +233,36 @@ BY_HAND = {
         (
             "produce",
             "nothing is loaded again",
-            "load_tiles(inputs, rings, problem, count, count, step, CONSUMERS, RAGGED)",
+            "load_tiles(inputs, rings, problem, claims, start, how, True)",
             "pass",
         ),
         (
             "produce",
             "Q of the second attempt is counted from 0",
-            "load_tiles(inputs, rings, problem, count, count, step, CONSUMERS, RAGGED)",
-            "load_tiles(inputs, rings, problem, count, none, step, CONSUMERS, RAGGED)",
+            "load_tiles(inputs, rings, problem, claims, start, how, True)",
+            "load_tiles(inputs, rings, problem, claims, (none, start[1], start[2]), how, True)",
         ),
-        ("finish", "no row is ever lost", "return lost.to(gl.int32)", "return lost.to(gl.int32) * 0"),
+        (
+            "produce",
+            "the second attempt claims query tiles of its own",
+            "load_tiles(inputs, rings, problem, claims, start, how, True)",
+            "load_tiles(inputs, rings, problem, claims, start, how, False)",
+        ),
+        ("store", "no row is ever lost", "return lost.to(gl.int32)", "return lost.to(gl.int32) * 0"),
+        (
+            "load_tiles",
+            "consumers are not told that no query tile is left",
+            "if RAGGED:\n"
+            "    queue.put(ticket + turn, t, 1)\n"
+            "return q_step + turn, step, ticket + turn + 1",
+            "return q_step + turn, step, ticket + turn + 1",
+        ),
+        (
+            "load_tiles",
+            "the end of the first attempt is not counted as a number",
+            "return q_step + turn, step, ticket + turn + 1",
+            "return q_step + turn, step, ticket + turn",
+        ),
         (
             "load_tiles",
             "K is loaded where V should be",
@@ -139,6 +280,26 @@ BY_HAND = {
             "a tile is loaded over what is still read",
             "ring.acquire(step, desc.block_type.nbytes * ring.parts)",
             "mbarrier.expect(ring.full.index(step % ring.stages), desc.block_type.nbytes * ring.parts)",
+        ),
+    ],
+    "product_tile": [
+        (
+            "claimed_tile",
+            "two programs may claim the same query tile",
+            't = gl.num_programs(0) + gl.atomic_add(claims, 1, sem="relaxed")',
+            "t = gl.num_programs(0) + gl.load(claims)\ngl.store(claims, t + 1 - gl.num_programs(0))",
+        ),
+        (
+            "claimed_tile",
+            "the first query tiles of other programs are claimed",
+            't = gl.num_programs(0) + gl.atomic_add(claims, 1, sem="relaxed")',
+            't = 1 + gl.atomic_add(claims, 1, sem="relaxed")',
+        ),
+        (
+            "claimed_tile",
+            "the order of claims is forgotten",
+            "gl.store(after, t)",
+            "gl.store(after, tiles)",
         ),
     ],
     "clusters": [
@@ -248,8 +409,7 @@ def _all() -> dict[str, list[Mutation]]:
     """Mutations by kernel and function, as one test each."""
     groups = defaultdict(list)
     for name, subject in SUBJECTS.items():
-        by_hand = [edit(subject.module, *parts) for parts in BY_HAND.get(name, [])]
-        for mutation in mutations(subject.module) + by_hand:
+        for mutation in subject.mutations(BY_HAND.get(name, [])):
             groups[f"{name}.{mutation.function}"].append(mutation)
     return dict(groups)
 
