@@ -80,6 +80,14 @@ def test_while_a_graph_is_recorded_nothing_is_copied(monkeypatch: pytest.MonkeyP
     assert agenda(spec_of(896), 128, 128, 3) is None
 
 
+def test_lists_are_made_on_the_cpu_whatever_the_default_device():
+    """On a GPU they would be allocated by the caller's thread, from a pool that may be reset."""
+    spec = spec_of(1152)
+    with torch.device("meta"):
+        table = agenda(spec, 128, 128, 3)
+    assert table is not None and table.device.type == "cpu"
+
+
 def test_few_heads_are_worked_on_at_once():
     """Keys and values of all heads do not fit the L2 cache: each tile would come from memory."""
     spec = spec_of(2048, 8, 16)

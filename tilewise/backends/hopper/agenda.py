@@ -61,7 +61,7 @@ def _deal_evenly(costs: tuple[float, ...], heads: int, together: int, programs: 
     mean = sum(costs) * heads / programs
     while True:
         lists = deal(costs, heads, together, programs)
-        taken = torch.tensor([*costs * heads, 0.0])[lists]
+        taken = torch.tensor([*costs * heads, 0.0], device="cpu")[lists]
         longest = float(taken.sum(0).max())
         if together >= heads or longest <= schedule.EVEN_ENOUGH * mean:
             return lists
@@ -78,9 +78,8 @@ def deal(costs: tuple[float, ...], heads: int, together: int, programs: int) -> 
         heapq.heapreplace(free, (at + costs[row], p))
     rounds = max(map(len, lists)) + 1
     none = heads * len(costs)
-    return torch.tensor(
-        [mine + [none] * (rounds - len(mine)) for mine in lists], dtype=torch.int32
-    ).T.contiguous()
+    columns = [mine + [none] * (rounds - len(mine)) for mine in lists]
+    return torch.tensor(columns, dtype=torch.int32, device="cpu").T.contiguous()
 
 
 def heads_together(spec: AttentionSpec) -> int:
