@@ -58,6 +58,16 @@ def test_gqa_has_64_heads_over_8():
     assert {(p.heads, p.kv_heads) for p in grid.problems(grid.preset("gqa", "cuda"))} == {(64, 8)}
 
 
+def test_mla_has_values_narrower_than_queries():
+    problems = grid.problems(grid.preset("mla", "cuda"))
+    assert {(p.head_dim, p.head_dim_v, p.heads, p.causal) for p in problems} == {(192, 128, 16, True)}
+
+
+def test_the_values_head_dim_has_a_bound():
+    with pytest.raises(BadRequest, match="--head-dim-v: got 257; allowed is 1 to 256"):
+        grid.problems(grid.Axes(head_dim_v=257))
+
+
 def test_windows_are_narrower_than_the_sequence():
     problems = grid.problems(grid.preset("window", "cuda"))
     assert {p.window for p in problems} == {(w, 0) for w in grid.WINDOWS}

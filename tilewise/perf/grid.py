@@ -20,6 +20,7 @@ class Axes:
     """A grid of problems. ``tokens`` go into each problem: batch = tokens / seqlen, at least 1.
 
     heads: of queries; None takes as many as make a model of width 2048. kv_heads: None is as many.
+    head_dim_v: of values; None is the head dim.
     """
 
     head_dims: tuple[int, ...] = (128,)
@@ -29,6 +30,7 @@ class Axes:
     tokens: int = 16384
     heads: int | None = None
     kv_heads: int | None = None
+    head_dim_v: int | None = None
     kind: str = "dense"
 
 
@@ -43,6 +45,7 @@ _LONG = (1024, 2048, 4096, 8192, 16384)
 PRESETS = {
     "paper": _PAPER,
     "gqa": Axes((128,), _LONG, heads=64, kv_heads=8),
+    "mla": Axes((192,), _LONG, causals=(True,), heads=16, head_dim_v=128),
     "varlen": Axes((64, 128), (512, 2048, 8192), tokens=65536, kind="varlen"),
     "window": Axes((64, 128), (16384,), causals=(True,), kind="window"),
     "features": Axes((128,), (4096,), causals=(True,), kind="features"),
@@ -94,7 +97,10 @@ def _plain(axes: Axes, dtype: str, head_dim: int, causal: bool, seqlen: int) -> 
     if head_dim > MAX_HEAD_DIM:
         raise BadRequest(f"--head-dim: got {head_dim}; allowed is 1 to {MAX_HEAD_DIM}")
     batch = max(1, axes.tokens // seqlen)
-    return Problem(batch, seqlen, heads, kv_heads, head_dim, head_dim, dtype, causal)
+    head_dim_v = axes.head_dim_v or head_dim
+    if head_dim_v > MAX_HEAD_DIM:
+        raise BadRequest(f"--head-dim-v: got {head_dim_v}; allowed is 1 to {MAX_HEAD_DIM}")
+    return Problem(batch, seqlen, heads, kv_heads, head_dim, head_dim_v, dtype, causal)
 
 
 def _windows(axes: Axes) -> Iterator[Problem]:

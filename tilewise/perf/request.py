@@ -30,6 +30,7 @@ class Request:
     preset: str = _option(f"Which grid: {', '.join(grid.PRESETS)}.", "quick")
     direction: str = _option("forward, backward or both.", "both")
     head_dim: str | None = _option("Head dims, such as 64,128.")
+    head_dim_v: str | None = _option("Head dim of the values; that of the queries if not given.")
     seqlen: str | None = _option("Sequence lengths, such as 512..16k (doubling) or 1k,3000.")
     causal: str | None = _option("yes, no or both.")
     dtype: str | None = _option("Data types: bf16, fp16, fp32.")
@@ -74,7 +75,9 @@ class Request:
         for name, key in (("head_dim", "head_dims"), ("seqlen", "seqlens")):
             if (text := getattr(self, name)) is not None:
                 changes[key] = grid.sizes(text, _spelled(name))
-        for name in ("tokens", "heads", "kv_heads"):
+        if self.head_dim is not None:  # a preset's values had the preset's queries beside them
+            changes["head_dim_v"] = None
+        for name in ("tokens", "heads", "kv_heads", "head_dim_v"):
             if (text := getattr(self, name)) is not None:
                 changes[name] = grid.size(text, _spelled(name))
         if self.causal is not None:
