@@ -113,6 +113,13 @@ GLUON_CASES = {
     f"d64-short-{name}": replace(_VARIANTS[name], dims=(64, 64), seqlen_k=512)
     for name in ("full", "causal", "window", "fp16-causal")
 }
+# So few queries of so many keys that query tiles are broken into parts.
+_BROKEN = {"seqlen_q": 200, "seqlen_k": 2**17}
+GLUON_CASES |= {
+    f"{dims}-broken-{name}": replace(_VARIANTS[name], dims=_DIMS[dims], **_BROKEN)
+    for dims in _DIMS
+    for name in ("full", "causal", "fp16-causal")
+}
 ALL_CASES = CASES | GLUON_CASES
 # Loads and stores of spilled registers in main loops, the most of all Triton versions (3.9, mostly of
 # the second attempt). More is an objection, and so is any in another case.

@@ -184,8 +184,17 @@ HOPPER_BACKWARD: dict[int, HopperBackwardTile] = {
 # Bytes of keys and values that stay in the L2 cache while a kernel runs. An H200 has 50 MB, in two
 # halves that keep copies; 8 to 32 MB measure alike, and less is safer.
 KEPT_IN_L2 = 8 * 2**20
+# The same where tiles are claimed one by one and are unequal: then the last heads need enough short ones
+# for programs to end at the same time.
+KEPT_IN_L2_CLAIMED = 32 * 2**20
 # What a Hopper kernel loses from one query tile to the next, in keys.
 BETWEEN_QUERY_TILES = 192
+# How much idle time at the end of a kernel is worth breaking query tiles for, in cycles and as a part of
+# what the mean program takes. Joining parts takes a third of the cycles, and of that time a third is won
+# only: those that work while others idle have the clock and L2 for themselves.
+JOINING = 30000
+WORTH_BREAKING = 0.01
+FLOPS_A_CYCLE = 4096  # of a multiprocessor's tensor cores, in bf16 or fp16
 # The longest list of query tiles over the mean one, from which on lists count as equally long.
 EVEN_ENOUGH = 1.04
 

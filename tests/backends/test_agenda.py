@@ -11,8 +11,11 @@ from problems import Problem
 
 pytest.importorskip("triton")
 
+from hypothesis import given
+from hypothesis import strategies as st
+
 from tilewise import schedule
-from tilewise.backends.hopper.agenda import agenda, heads_together
+from tilewise.backends.hopper.agenda import Agenda, agenda, heads_together, plan
 from tilewise.spec import AttentionSpec
 
 PROGRAMS = 132
@@ -24,6 +27,13 @@ def spec_of(length: int = 1024, batch: int = 2, heads: int = 8, **more: object) 
     return replace(spec, batch=batch, max_seqlen_q=length, max_seqlen_k=length)
 
 
+def table_of(spec: AttentionSpec, tile_q: int, tile_k: int, programs: int) -> torch.Tensor:
+    """The lists where no query tile is broken."""
+    found = agenda(spec, tile_q, tile_k, programs)
+    assert found is not None and found.parts is None and found.broken is None
+    return found.lists
+
+
 def lists(table: torch.Tensor) -> list[list[int]]:
     none = int(table[-1].max())  # the number of all tiles, which is that of none
     assert (table[-1] == none).all()  # a number is read before it is known whether there is one
@@ -31,12 +41,12 @@ def lists(table: torch.Tensor) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("programs", [1, 3, PROGRAMS])
-@pytest.mark.parametrize("length", [1, 128, 129, 1000])
+@pytest.mark.parametrize("length", [129, 300, 1000])
 def test_every_tile_is_on_one_list_once(length: int, programs: int):
     """A tile on none would leave rows unwritten, one on two would be a race."""
     spec = spec_of(length)
-    table = agenda(spec, 128, 128, programs)
-    assert table is not None and table.dtype == torch.int32 and table.is_contiguous()
+    table = table_of(spec, 128, 128, programs)
+    assert table.dtype == torch.int32 and table.is_contiguous()
     found = sorted(t for mine in lists(table) for t in mine)
     assert found == list(range(16 * -(-length // 128)))
 
@@ -49,8 +59,7 @@ def test_without_a_mask_there_is_none():
 def test_programs_are_done_at_the_same_time(length: int):
     """Dealt out in turn, forth and back, the longest of them took 1.7 times the mean."""
     spec = spec_of(length, 16384 // length, 16)
-    table = agenda(spec, 128, 128, PROGRAMS)
-    assert table is not None
+    table = table_of(spec, 128, 128, PROGRAMS)
     tiles = length // 128
     loads = [sum(t % tiles + 1 for t in mine) for mine in lists(table)]
     assert max(loads) <= 1.1 * sum(loads) / PROGRAMS
@@ -59,8 +68,8 @@ def test_programs_are_done_at_the_same_time(length: int):
 def test_one_head_at_a_time_would_leave_programs_waiting():
     """Of long sequences with D=256, the keys of one head fill what stays in L2."""
     spec = replace(spec_of(8192, 1, 8), head_dim=256, head_dim_v=256)
-    table = agenda(spec, 128, 64, PROGRAMS)
-    assert table is not None and heads_together(spec) == 1
+    table = table_of(spec, 128, 64, PROGRAMS)
+    assert heads_together(spec) == 1
     loads = [sum(t % 64 + 1 for t in mine) for mine in lists(table)]
     assert max(loads) <= 1.05 * sum(loads) / PROGRAMS
 
@@ -84,16 +93,15 @@ def test_lists_are_made_on_the_cpu_whatever_the_default_device():
     """On a GPU they would be allocated by the caller's thread, from a pool that may be reset."""
     spec = spec_of(1152)
     with torch.device("meta"):
-        table = agenda(spec, 128, 128, 3)
-    assert table is not None and table.device.type == "cpu"
+        table = table_of(spec, 128, 128, 3)
+    assert table.device.type == "cpu"
 
 
 def test_few_heads_are_worked_on_at_once():
     """Keys and values of all heads do not fit the L2 cache: each tile would come from memory."""
     spec = spec_of(2048, 8, 16)
     assert heads_together(spec) * 2048 * 512 == schedule.KEPT_IN_L2
-    table = agenda(spec, 128, 128, PROGRAMS)
-    assert table is not None
+    table = table_of(spec, 128, 128, PROGRAMS)
     for turn in table[: min(map(len, lists(table)))] // 16:  # heads of tiles that run at about one time
         assert int(turn.max() - turn.min()) <= 3 * heads_together(spec)
 
@@ -106,3 +114,77 @@ def test_heads_that_share_keys_stay_together():
 def test_never_more_heads_than_there_are():
     """The kernel multiplies the number by that of a head's query tiles, in 32 bits."""
     assert heads_together(spec_of(1)) == 16
+
+
+def key_tiles_done(found: Agenda, key_tiles: tuple[int, ...], heads: int) -> list[list[list[int]]]:
+    """What each program works on: as key tiles, numbered through query tiles and heads."""
+    tiles = heads * len(key_tiles)
+    starts = [0]
+    for t in range(tiles):
+        starts.append(starts[-1] + key_tiles[t % len(key_tiles)])
+    assert (found.lists[-1] == tiles).all()
+    done: list[list[list[int]]] = []
+    for column in found.lists.T.tolist():
+        done.append([])
+        for n in column[: column.index(tiles)]:
+            t, first, stop = n, 0, key_tiles[n % len(key_tiles)]
+            if n > tiles:
+                assert found.parts is not None
+                t, first, stop = found.parts[n - tiles - 1].tolist()
+            done[-1].append(list(range(starts[t] + first, starts[t] + stop)))
+    return done
+
+
+@given(
+    st.lists(st.integers(1, 40), min_size=1, max_size=6).map(tuple),
+    st.integers(1, 5),
+    st.integers(1, 5),
+    st.sampled_from([1, 2, 7, 30]),
+    st.sampled_from([0.0, 1.5, 12.0]),
+    st.sampled_from([0.0, 3.0]),
+)
+def test_every_key_tile_is_visited_once(key_tiles, heads, together, programs, between, joining):
+    """One left out would be missing from the softmax, one visited twice would count twice."""
+    found = plan(key_tiles, heads, min(together, heads), programs, between, joining)
+    if found is None:
+        return  # in turn
+    done = key_tiles_done(found, key_tiles, heads)
+    every = sorted(n for mine in done for some in mine for n in some)
+    assert every == list(range(sum(key_tiles) * heads))
+    assert all(some for mine in done for some in mine)
+    if found.broken is None:
+        assert found.parts is None
+        return
+    assert found.parts is not None
+    parts = found.parts.tolist()
+    covered = []
+    for t, first, count in found.broken.tolist():
+        assert count > 1 and {p[0] for p in parts[first : first + count]} == {t}
+        covered += parts[first : first + count]
+    assert covered == parts and len({t for t, _, _ in covered}) == len(found.broken)
+    whole = sum(key_tiles) * heads + between * len(key_tiles) * heads
+    longest = max(sum(len(some) + between for some in mine) for mine in done)
+    unbroken = -(-heads // programs) * (max(key_tiles) + between)
+    assert whole / programs <= longest + 1e-6 and longest < max(whole / programs * 2, unbroken)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_few_queries_of_a_long_sequence_use_the_whole_gpu(causal: bool):
+    """8 query tiles would keep 8 of 132 multiprocessors busy."""
+    spec = replace(spec_of(causal=causal), batch=1, max_seqlen_q=128, max_seqlen_k=65536)
+    found = agenda(spec, 128, 64, PROGRAMS)
+    assert found is not None
+    done = key_tiles_done(found, (1024,), 8)
+    assert max(sum(map(len, mine)) for mine in done) < 1024 * 8 / PROGRAMS * 1.2
+
+
+@pytest.mark.parametrize("length", [512, 2048])
+def test_short_problems_are_not_broken(length: int):
+    """Joining the parts would take longer than the programs wait."""
+    assert agenda(spec_of(length, 16384 // length, 16, causal=False), 128, 64, PROGRAMS) is None
+    table_of(spec_of(length, 16384 // length, 16), 128, 64, PROGRAMS)
+
+
+def test_many_rounds_are_not_worth_a_list():
+    """One of 65,536 query tiles would be made on the host, for less than a percent."""
+    assert agenda(spec_of(8192, 64, 16, causal=False), 128, 64, PROGRAMS) is None

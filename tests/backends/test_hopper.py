@@ -19,6 +19,8 @@ pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 pytest.importorskip("greenlet")
 
 from tilewise import attention, dispatch, schedule, sim
+from tilewise.backends.hopper import join, launch
+from tilewise.backends.hopper.agenda import Agenda
 from tilewise.backends.hopper.forward import forward_kernel
 from tilewise.backends.hopper.launch import plan_forward
 
@@ -87,6 +89,63 @@ def test_tiles_of_long_sequences(form: str, dtype: str, sim_seeds: range, monkey
     """With head dims up to 64 they are others, which no problem of this size would meet."""
     monkeypatch.setattr(schedule, "SHORT", 0)
     many_schedules(64, 64, form, dtype, sim_seeds)
+
+
+@pytest.fixture
+def broken(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Query tiles are broken wherever they can be. The list: into how many parts, for each launch."""
+    monkeypatch.setattr(schedule, "multiprocessors", lambda device: 5)
+    monkeypatch.setattr(schedule, "BETWEEN_QUERY_TILES", 16)
+    monkeypatch.setattr(schedule, "WORTH_BREAKING", -1)
+    monkeypatch.setattr(schedule, "JOINING", -1e6)
+    counts: list[int] = []
+
+    def room(lists: Agenda, *args: Any) -> Any:
+        assert lists.parts is not None
+        counts.append(len(lists.parts))
+        return join.room_for_parts(lists, *args)
+
+    monkeypatch.setattr(launch, "room_for_parts", room)
+    yield counts
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("form", MASKS)
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256), (192, 128), (40, 24)])
+def test_broken_query_tiles(dims, form: str, dtype: str, sim_seeds: range, broken: list[int]):
+    """Each part has some of a tile's keys: rows may see none of them, of any, or be past the end."""
+    p = Problem(((130, 700),), 1, 1, *dims, dtype, seed=dims[0], **MASKS[form])
+    results = simulate(p, sim_seeds[:3])
+    assert broken or "window" in form  # or this tests nothing
+    for other in results[1:]:
+        assert all(torch.equal(results[0][name], other[name]) for name in other)
+
+
+@pytest.mark.parametrize("shift", [-150.0, -25.0, 150.0])
+@pytest.mark.parametrize("causal", [False, True])
+def test_broken_query_tiles_that_are_computed_again(causal: bool, shift: float, broken: list[int]):
+    """Of a part, too, the second attempt is what is joined."""
+    simulate(Problem(((200, 430),), 1, 1, 128, 128, "bf16", causal=causal, shift=shift))
+    assert broken
+
+
+def test_a_query_that_sees_nothing_of_a_part(broken: list[int]):
+    """What a part has for it is 0 times whatever the values hold, and must not be joined."""
+    q, k, v = (torch.randn(1, n, 1, 64).bfloat16() for n in (300, 600, 600))
+    v[:, 448:] = torch.nan
+    with sim.intercept():
+        out = attention(q, k, v, causal=True, **how(KERNEL))
+    assert broken
+    assert out[0, :64].isfinite().all()  # query i sees keys up to i + 300, in tiles of 64
+    assert not out[0, 150:].isfinite().any()
+
+
+def test_many_parts_of_one_query_tile(monkeypatch: pytest.MonkeyPatch, broken: list[int]):
+    """More than are loaded at a time when they are joined."""
+    monkeypatch.setattr(schedule, "multiprocessors", lambda device: 11)
+    for form in MASKS.values():
+        simulate(Problem(((70, 900),), 1, 1, 64, 64, "bf16", **form))
+    assert max(broken) > join.AT_ONCE
 
 
 def many_schedules(d: int, dv: int, form: str, dtype: str, sim_seeds: range) -> None:

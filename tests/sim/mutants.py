@@ -61,7 +61,10 @@ class Subject:
         """What is wrong with this module: kinds of findings, "wrong result", or nothing ("")."""
         limits = {"watchdog_seconds": 5.0, "stop_at_first": True, "max_findings": 1}
         with sim.intercept(seed=seed, arch=self.arch, **limits, **self.options) as reports:
-            outputs = self.run(module, seed)
+            try:
+                outputs = self.run(module, seed)
+            except IndexError:  # of a tuple: the compiler would say so
+                return "does not compile"
         found = sorted(set().union(*(r.kinds for r in reports)))
         if found:
             return ", ".join(found)
@@ -173,6 +176,8 @@ _PRODUCT = (
     Variant(_TWO._replace(q_in_registers=False), "wide", _CAUSAL),
     Variant(_THREE._replace(stages=3), "packed short"),
     Variant(_TWO, "huge half"),
+    Variant(_TWO, "broken", programs=4),
+    Variant(_TWO, "broken overflow", _CAUSAL, programs=4),
 )
 _PACKED = [n for n, variant in enumerate(_PRODUCT) if "packed" in variant.values]
 
@@ -220,6 +225,9 @@ def _product(module: Any, seed: int, variants: Sequence[int] = range(len(_PRODUC
     with (
         mock.patch.object(schedule, "hopper_tile", lambda *_: tile),
         mock.patch.object(schedule, "multiprocessors", lambda _: programs),
+        mock.patch.object(schedule, "JOINING", -1e6 if "broken" in values else schedule.JOINING),
+        mock.patch.object(schedule, "WORTH_BREAKING", -1),
+        mock.patch.object(schedule, "BETWEEN_QUERY_TILES", 16),
         mock.patch.object(product_launch, "plan_forward", product_launch.plan_forward.__wrapped__),
     ):
         module.forward(spec, x, out, lse, lse)

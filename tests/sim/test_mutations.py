@@ -93,6 +93,12 @@ if left is not None:
         step += 1
 """
 
+# Of attend in the product: on to the next query tile.
+_NEXT = """
+done, done_part, done_keys = (tile, part, (runs[0] * TILE_K, runs[3] * TILE_K))
+tile, runs, part = next_tile(queue, ticket + turn, 4)
+""".strip()
+
 BY_HAND = {
     "product": [
         (
@@ -151,18 +157,8 @@ BY_HAND = {
         (
             "attend",
             "earlier key tiles are counted from the next query tile's",
-            "passed = mine[0] - runs[0]\n"
-            "done = tile\n"
-            "if RAGGED:\n"
-            "    t = queue.get(ticket + turn, 4)\n"
-            "tile = query_tile(t, problem, TILE_Q)\n"
-            "runs = key_tile_runs(tile, problem, TILE_Q, TILE_K)",
-            "done = tile\n"
-            "if RAGGED:\n"
-            "    t = queue.get(ticket + turn, 4)\n"
-            "tile = query_tile(t, problem, TILE_Q)\n"
-            "runs = key_tile_runs(tile, problem, TILE_Q, TILE_K)\n"
-            "passed = mine[0] - runs[0]",
+            f"passed = mine[0] - runs[0]\n{_NEXT}",
+            f"{_NEXT}\npassed = mine[0] - runs[0]",
         ),
         (
             "attend",
@@ -233,30 +229,70 @@ BY_HAND = {
         (
             "produce",
             "nothing is loaded again",
-            "load_tiles(inputs, rings, problem, claims, start, how, True)",
+            "load_tiles(inputs, rings, queue, problem, start, how)",
             "pass",
         ),
         (
             "produce",
             "Q of the second attempt is counted from 0",
-            "load_tiles(inputs, rings, problem, claims, start, how, True)",
-            "load_tiles(inputs, rings, problem, claims, (none, start[1], start[2]), how, True)",
+            "load_tiles(inputs, rings, queue, problem, start, how)",
+            "load_tiles(inputs, rings, queue, problem, (none, start[1], start[2]), how)",
         ),
         (
-            "produce",
+            "deal",
+            "nothing is dealt again",
+            "deal_tiles(queue, problem, ticket, how, TILE_K, True)",
+            "pass",
+        ),
+        (
+            "deal",
             "the second attempt claims query tiles of its own",
-            "load_tiles(inputs, rings, problem, claims, start, how, True)",
-            "load_tiles(inputs, rings, problem, claims, start, how, False)",
+            "deal_tiles(queue, problem, ticket, how, TILE_K, True)",
+            "deal_tiles(queue, problem, ticket, how, TILE_K, False)",
+        ),
+        (
+            "deal",
+            "the second attempt's tickets are counted from 0",
+            "deal_tiles(queue, problem, ticket, how, TILE_K, True)",
+            "deal_tiles(queue, problem, ticket * 0, how, TILE_K, True)",
+        ),
+        (
+            "deal_tiles",
+            "a query tile is told of before the one before has been read",
+            "queue.acquire(ticket + turn)",
+            "pass",
+        ),
+        (
+            "deal_tiles",
+            "others are not told that no query tile is left",
+            "stop = gl.where(more, runs[3], 0)",
+            "stop = runs[3]",
+        ),
+        (
+            "deal_tiles",
+            "a part is dealt as a whole query tile",
+            "runs = part_of_runs(runs, runs[0] + first, runs[0] + stop)",
+            "pass",
+        ),
+        (
+            "store_part",
+            "a part is stored as a whole query tile as well",
+            "left = q_start * 0 + NOWHERE",
+            "pass",
+        ),
+        (
+            "store_part",
+            "no row of a part is ever lost",
+            "lost = ((i < seqlen_q) & seen & (overflow | (doubt != 0))).to(gl.int32)",
+            "pass",
+        ),
+        (
+            "store_part",
+            "consumers store their parts in one place",
+            "row = part * TILE_Q + W * ROWS",
+            "row = part * TILE_Q",
         ),
         ("store", "no row is ever lost", "return lost.to(gl.int32)", "return lost.to(gl.int32) * 0"),
-        (
-            "load_tiles",
-            "consumers are not told that no query tile is left",
-            "if RAGGED:\n"
-            "    queue.put(ticket + turn, t, 1)\n"
-            "return q_step + turn, step, ticket + turn + 1",
-            "return q_step + turn, step, ticket + turn + 1",
-        ),
         (
             "load_tiles",
             "the end of the first attempt is not counted as a number",

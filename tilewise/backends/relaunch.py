@@ -41,7 +41,8 @@ class Relaunch:
 
 def _check(kernel: Any, given: tuple[Any, ...]) -> None:
     """Whether nothing is compiled in that ``_kind`` does not tell apart."""
-    for parameter, argument in zip(kernel.params, given, strict=False):
+    parameters = getattr(kernel, "params", ())  # Triton's interpreter is specialised for nothing
+    for parameter, argument in zip(parameters, given, strict=False):
         if isinstance(argument, int | tuple) and not parameter.do_not_specialize:
             raise TypeError(f"{parameter.name}: an integer that the kernel is specialised for")
 

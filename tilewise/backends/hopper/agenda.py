@@ -1,7 +1,9 @@
-"""Which program works on which query tiles, and in what order, where masks make tiles unequal.
+"""Which program works on which query tiles, and in what order, where that is not simply in turn.
 
 All lengths of a dense batch are known on the host, so nothing has to be dealt out while kernels run:
-the host plays it through once for a spec, and programs read their lists.
+the host plays it through once for a spec, and programs read their lists. Where whole query tiles would
+leave programs waiting for the last ones, some are broken into parts, each with some of their key tiles;
+``join`` puts together what comes of those.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
 
 import torch
 import triton
@@ -18,36 +21,46 @@ from tilewise import mask, schedule
 from tilewise.spec import AttentionSpec
 
 
-def agenda(spec: AttentionSpec, tile_q: int, tile_k: int, programs: int) -> Tensor | None:
-    """Each program's query tiles, in its column, and then the number of all; int32, on spec.device.
+class Agenda(NamedTuple):
+    """int32, on the spec's device. Query tile t is number t % n of the n ones of head t // n, counting
+    heads through the batch."""
 
-    Tile t is number t % n of the n query tiles of head t // n, counting heads through the batch. None:
-    programs take tiles in turn, for all take equally long; or because nothing may be copied now.
-    """
-    if spec.window == (None, None):
-        return None
+    lists: Tensor  # (turns, programs): t, or the number of all tiles and more: 0 for none, 1 + a part
+    parts: Tensor | None  # (parts, 3): query tile, and from which to which of its key tiles they go
+    broken: Tensor | None  # (tiles, 3): query tile, its first part, how many there are
+
+
+def agenda(spec: AttentionSpec, tile_q: int, tile_k: int, programs: int) -> Agenda | None:
+    """The lists. None: programs take tiles in turn, for all take equally long; or because nothing may be
+    copied now."""
     costs = tuple(
-        _cost(spec, row, tile_q, tile_k) for row in range(triton.cdiv(spec.max_seqlen_q, tile_q))
+        _key_tiles(spec, row, tile_q, tile_k) for row in range(triton.cdiv(spec.max_seqlen_q, tile_q))
     )
-    key = (costs, spec.batch * spec.heads_q, heads_together(spec), programs)
+    heads = spec.batch * spec.heads_q
+    cycles = tile_q * tile_k * 2 * (spec.head_dim + spec.head_dim_v) / schedule.FLOPS_A_CYCLE
+    joining = round(schedule.JOINING / cycles, 1)
+    between = schedule.BETWEEN_QUERY_TILES / tile_k
+    key = (costs, heads, heads_together(spec), programs, between, joining)
     place = (*key, spec.device)
     if place not in _kept and not capturing(spec.device):
-        _kept[place] = _on_device(_deal_evenly(*key), spec.device)
+        lists = plan(*key)
+        _kept[place] = None if lists is None else _on_device(lists, spec.device)
     return _kept.get(place)
 
 
 # For ever: a captured graph and kernels on other streams read a list long after the call, and nobody
 # else holds it. It is 4 bytes a query tile.
-_kept: dict[tuple[object, ...], Tensor] = {}
+_kept: dict[tuple[object, ...], Agenda | None] = {}
 
 
-def _on_device(lists: Tensor, device: torch.device) -> Tensor:
+def _on_device(lists: Agenda, device: torch.device) -> Agenda:
     """Copied by a thread of its own: the caller's may be warming up a graph (torch.compile's
     reduce-overhead), and then allocates from a pool that is reset under what stays there."""
     if device.type != "cuda":
-        return lists.to(device)
+        return lists
     with ThreadPoolExecutor(1) as thread:
-        return thread.submit(lists.to, device).result()
+        move = [None if t is None else thread.submit(t.to, device) for t in lists]
+        return Agenda(*[None if m is None else m.result() for m in move])
 
 
 def capturing(device: torch.device) -> bool:
@@ -55,30 +68,144 @@ def capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-def _deal_evenly(costs: tuple[float, ...], heads: int, together: int, programs: int) -> Tensor:
-    """The lists with as many more heads worked on at once as it takes for equally long ones: a head
-    whose longest tiles come last keeps some programs waiting."""
+def plan(
+    key_tiles: tuple[int, ...],
+    heads: int,
+    together: int,
+    programs: int,
+    between: float,
+    joining: float,
+) -> Agenda | None:
+    """The lists, on the CPU: None if they say no more than to take whole tiles in turn.
+
+    key_tiles: of a head's query tiles. together: heads worked on at once. between, joining: how many key
+    tiles take as long as going from one query tile to the next, and as putting parts together.
+    """
+    costs = tuple(n + between for n in key_tiles)
+    mean = sum(costs) * heads / programs
+    equal = len(set(costs)) == 1
+    if equal:
+        longest = costs[0] * triton.cdiv(len(costs) * heads, programs)
+        whole = None
+    else:
+        some = min(programs, len(costs) * heads)
+        whole, longest, together = _deal_evenly(costs, heads, together, some)
+    joining = max(joining, schedule.WORTH_BREAKING * mean)
+    if longest - mean > joining:
+        order = iter(range(len(costs) * heads)) if equal else _order(costs, heads, together)
+        broken = _deal_parts(key_tiles, between, heads, order, programs, longest - joining)
+        if broken is not None and broken.parts is not None:
+            return broken
+    return whole
+
+
+def _deal_evenly(
+    costs: tuple[float, ...], heads: int, together: int, programs: int
+) -> tuple[Agenda, float, int]:
+    """Lists of whole tiles, how long the longest takes, and how many heads are worked on at once: as
+    many more as it takes for equally long lists, since a head whose longest tiles come last keeps some
+    programs waiting."""
     mean = sum(costs) * heads / programs
     while True:
-        lists = deal(costs, heads, together, programs)
-        taken = torch.tensor([*costs * heads, 0.0], device="cpu")[lists]
-        longest = float(taken.sum(0).max())
+        lists: list[list[int]] = [[] for _ in range(programs)]
+        free = [(0.0, p) for p in range(programs)]  # when, and who
+        for t in _order(costs, heads, together):
+            at, p = free[0]
+            lists[p].append(t)
+            heapq.heapreplace(free, (at + costs[t % len(costs)], p))
+        longest = max(free)[0]
         if together >= heads or longest <= schedule.EVEN_ENOUGH * mean:
-            return lists
+            return Agenda(_table(lists, heads * len(costs)), None, None), longest, together
         together = min(2 * together, heads)
 
 
-def deal(costs: tuple[float, ...], heads: int, together: int, programs: int) -> Tensor:
-    """The lists, on the CPU. costs: of a head's query tiles. together: heads worked on at once."""
+def _deal_parts(
+    key_tiles: tuple[int, ...],
+    between: float,
+    heads: int,
+    order: Iterator[int],
+    programs: int,
+    limit: float,
+) -> Agenda | None:
+    """Lists as short as they get if the last tiles are broken; None if not shorter than the limit."""
+    tiles = len(key_tiles) * heads
+    level = (sum(key_tiles) + between * len(key_tiles)) * heads / programs
+    # Up to this level all tiles stay whole, however high it will have to be.
     lists: list[list[int]] = [[] for _ in range(programs)]
-    free = [(0.0, p) for p in range(programs)]  # when, and who
-    for head, row in _order(costs, heads, together):
+    free = [(0.0, p) for p in range(programs)]
+    rest: list[int] = []
+    for t in order:
         at, p = free[0]
-        lists[p].append(head * len(costs) + row)
-        heapq.heapreplace(free, (at + costs[row], p))
-    rounds = max(map(len, lists)) + 1
-    none = heads * len(costs)
-    columns = [mine + [none] * (rounds - len(mine)) for mine in lists]
+        cost = key_tiles[t % len(key_tiles)] + between
+        if rest or at + cost > level:
+            rest.append(t)
+            continue
+        lists[p].append(t)
+        heapq.heapreplace(free, (at + cost, p))
+    while level < limit:
+        level *= 1.0025
+        parts = _fill(key_tiles, between, rest, free, level)
+        if parts is not None:
+            return _with_parts(lists, parts, key_tiles, tiles)
+    return None
+
+
+Part = tuple[int, int, int, int]  # program, query tile, from key tile to key tile
+
+
+def _fill(
+    key_tiles: tuple[int, ...],
+    between: float,
+    rest: list[int],
+    free: list[tuple[float, int]],
+    level: float,
+) -> list[Part] | None:
+    """Deal out query tiles so that no list is longer than the level, broken where they do not fit; None
+    if they do not fit at all. free: when which program is."""
+    least = max(1, round(between))  # key tiles of a part
+    free = list(free)
+    parts: list[Part] = []
+    for t in rest:
+        left = key_tiles[t % len(key_tiles)]
+        while left > 0:
+            if not free:
+                return None
+            at, p = free[0]
+            take = int(level - at - between)
+            take = left if take >= left else min(take, left - least)
+            if take < min(least, left):
+                heapq.heappop(free)  # is full
+                continue
+            parts.append((p, t, left - take, left))
+            heapq.heapreplace(free, (at + take + between, p))
+            left -= take
+    return parts
+
+
+def _with_parts(
+    lists: list[list[int]], dealt: list[Part], key_tiles: tuple[int, ...], tiles: int
+) -> Agenda:
+    parts: list[tuple[int, int, int]] = []
+    broken: list[list[int]] = []
+    for p, t, first, stop in dealt:
+        if stop - first == key_tiles[t % len(key_tiles)]:
+            lists[p].append(t)
+            continue
+        if stop == key_tiles[t % len(key_tiles)]:
+            broken.append([t, len(parts), 0])
+        broken[-1][2] += 1
+        lists[p].append(tiles + 1 + len(parts))
+        parts.append((t, first, stop))
+    table = _table(lists, tiles)
+    if not parts:
+        return Agenda(table, None, None)
+    tables = [torch.tensor(rows, dtype=torch.int32, device="cpu") for rows in (parts, broken)]
+    return Agenda(table, *tables)
+
+
+def _table(lists: list[list[int]], none: int) -> Tensor:
+    turns = max(map(len, lists)) + 1
+    columns = [mine + [none] * (turns - len(mine)) for mine in lists]
     return torch.tensor(columns, dtype=torch.int32, device="cpu").T.contiguous()
 
 
@@ -86,22 +213,27 @@ def heads_together(spec: AttentionSpec) -> int:
     """How many query heads to work on at once: those whose keys and values fit the L2 cache, where all
     query tiles but the first few find them."""
     row_bytes = (spec.head_dim + spec.head_dim_v) * spec.dtype.itemsize
-    fitting = schedule.KEPT_IN_L2 // (max(1, spec.max_seqlen_k) * row_bytes)
+    claimed = spec.ragged and spec.window != (None, None)
+    kept = schedule.KEPT_IN_L2_CLAIMED if claimed else schedule.KEPT_IN_L2
+    fitting = kept // (max(1, spec.max_seqlen_k) * row_bytes)
     return min(max(1, fitting) * spec.group, spec.batch * spec.heads_q)
 
 
-def _cost(spec: AttentionSpec, row: int, tile_q: int, tile_k: int) -> float:
-    """How long a query tile takes, in key tiles."""
+def _key_tiles(spec: AttentionSpec, row: int, tile_q: int, tile_k: int) -> int:
+    """How many key tiles a query tile has: counted from the first that any query sees, as
+    ``tile.query_tile`` does, but never none."""
+    low, _ = mask.key_span(spec.max_seqlen_q, spec.max_seqlen_k, *spec.window)
+    left, right = spec.window
     first, _, _, stop = mask.key_tiles(
-        row * tile_q, (row + 1) * tile_q, spec.max_seqlen_q, spec.max_seqlen_k, *spec.window, tile_k
+        row * tile_q, (row + 1) * tile_q, spec.max_seqlen_q, spec.max_seqlen_k - low, left, right, tile_k
     )
-    return max(stop - first, 1) + schedule.BETWEEN_QUERY_TILES / tile_k
+    return max(stop - first, 1)
 
 
-def _order(costs: tuple[float, ...], heads: int, together: int) -> Iterator[tuple[int, int]]:
-    """(head, query tile), the longest first of as many heads as are worked on together."""
+def _order(costs: tuple[float, ...], heads: int, together: int) -> Iterator[int]:
+    """Query tiles, the longest first of as many heads as are worked on together."""
     rows = sorted(range(len(costs)), key=lambda row: -costs[row])
     for begin in range(0, heads, together):
         for row in rows:
             for head in range(begin, min(begin + together, heads)):
-                yield head, row
+                yield head * len(costs) + row

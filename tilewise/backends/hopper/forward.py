@@ -35,6 +35,7 @@ from tilewise.backends.hopper.tile import (
     key_tile_runs,
     listed_tile,
     logits,
+    part_of_runs,
     query_tile,
     runs_of_rows,
     store_rows,
@@ -61,42 +62,81 @@ ROWS = gl.constexpr(_ROWS)
 
 
 @gluon.jit
-def produce(inputs, rings, problem, claims, verdict, how: gl.constexpr, ANCHORED: gl.constexpr):
-    """The producer: all that the consumers read, once or, if they ask for it, twice."""
-    none = gl.program_id(0) * 0
-    start = load_tiles(inputs, rings, problem, claims, (none, none, none), how, False)
+def deal(queue, problem, verdict, how: gl.constexpr, TILE_K: gl.constexpr, ANCHORED: gl.constexpr):
+    """The dealer: which query tiles the program computes, once or, if consumers ask for it, twice."""
+    ticket = deal_tiles(queue, problem, gl.program_id(0) * 0, how, TILE_K, False)
     if ANCHORED:
         if lost(verdict, 1):
-            load_tiles(inputs, rings, problem, claims, start, how, True)
+            deal_tiles(queue, problem, ticket, how, TILE_K, True)
 
 
 @gluon.jit
-def load_tiles(inputs, rings, problem, claims, start, how: gl.constexpr, AGAIN: gl.constexpr):
+def deal_tiles(queue, problem, ticket, how: gl.constexpr, TILE_K: gl.constexpr, AGAIN: gl.constexpr):
+    """Tell the others of one query tile after the other: where it lies, which key tiles belong to it,
+    and which part of a query tile that is, or -1 of a whole one. One without key tiles comes last.
+
+    ticket: how many there were before. Returns how many there are now.
+    """
+    RAGGED: gl.constexpr = how[3]
+    TILE_Q: gl.constexpr = how[0] * ROWS
+    tiles = problem[0][0]
+    t = tiles + gl.program_id(0)
+    turn = ticket * 0
+    more = True
+    while more:
+        queue.acquire(ticket + turn)  # first: another program may be sooner to compute the next one
+        part = turn * 0 - 1
+        if RAGGED:
+            t = claimed_tile(t, problem, AGAIN, TILE_Q)
+        else:
+            t, part, first, stop = listed_tile(turn, problem)
+        tile = query_tile(t, problem, TILE_Q)
+        runs = key_tile_runs(tile, problem, TILE_Q, TILE_K)
+        if not RAGGED:
+            runs = part_of_runs(runs, runs[0] + first, runs[0] + stop)
+        more = t < tiles
+        stop = gl.where(more, runs[3], 0)
+        queue.put(ticket + turn, tile + (runs[0], runs[1], runs[2], stop, part), 1)  # noqa: RUF005
+        turn += 1
+    return ticket + turn
+
+
+@gluon.jit
+def next_tile(queue, ticket, WARPS: gl.constexpr):
+    """What the dealer tells: a query tile, its runs of key tiles, its part."""
+    n = queue.get(ticket, WARPS)
+    tile = (n[0], n[1], n[2], n[3], n[4], n[5], n[6], n[7])
+    return tile, (n[8], n[9], n[10], n[11]), n[12]
+
+
+@gluon.jit
+def produce(inputs, rings, queue, problem, verdict, how: gl.constexpr, ANCHORED: gl.constexpr):
+    """The producer: all that the consumers read, once or twice."""
+    none = gl.program_id(0) * 0
+    start = load_tiles(inputs, rings, queue, problem, (none, none, none), how)
+    if ANCHORED:
+        if lost(verdict, 1):
+            load_tiles(inputs, rings, queue, problem, start, how)
+
+
+@gluon.jit
+def load_tiles(inputs, rings, queue, problem, start, how: gl.constexpr):
     """Load K and V tile by tile, and Q with the first of them, for every query tile of the program.
 
-    start: how many query tiles, key tiles and numbers of query tiles there were before. Returns how
-    many there are now."""
+    start: how many query tiles, key tiles and tickets there were before. Returns how many there are now.
+    """
     q_desc, k_desc, v_desc = inputs
     q_ring, k_ring, v_ring = rings
-    tiles, agenda, queue = problem[0]
     lengths = problem[1]
     q_step, step, ticket = start
     CONSUMERS: gl.constexpr = how[0]
     RAGGED: gl.constexpr = how[3]
-    TILE_Q: gl.constexpr = CONSUMERS * ROWS
     TILE_K: gl.constexpr = k_ring.buffer.shape[1]
     turn = step * 0
-    if RAGGED:
-        t = claimed_tile(tiles + gl.program_id(0), problem, claims, AGAIN, TILE_Q)
-    else:
-        t = listed_tile(turn, problem)
-    while t < tiles:
-        if RAGGED:
-            queue.put(ticket + turn, t, 1)
-        tile = query_tile(t, problem, TILE_Q)
+    tile, runs, part = next_tile(queue, ticket, 1)
+    while runs[3] > 0:
         b, head, q_start, start_q, seqlen_q, start_k, seqlen_k, seen_k = tile
         kv_head = head // problem[2][1]
-        runs = key_tile_runs(tile, problem, TILE_Q, TILE_K)
         for back in range(runs[3] - runs[0]):
             row = (runs[3] - 1 - back) * TILE_K
             k_at = (b, kv_head, start_k, row), (seen_k, lengths[5])
@@ -108,12 +148,7 @@ def load_tiles(inputs, rings, problem, claims, start, how: gl.constexpr, AGAIN: 
             load_parts(v_ring, step, v_desc, k_at, RAGGED)
             step += 1
         turn += 1
-        if RAGGED:
-            t = claimed_tile(t, problem, claims, AGAIN, TILE_Q)
-        else:
-            t = listed_tile(turn, problem)
-    if RAGGED:
-        queue.put(ticket + turn, t, 1)
+        tile, runs, part = next_tile(queue, ticket + turn, 1)
     return q_step + turn, step, ticket + turn + 1
 
 
@@ -162,16 +197,14 @@ def attend(W: gl.constexpr, shared, start, how: gl.constexpr, ANCHORED: gl.const
     start: as for load_tiles. Returns the next start and, for each row, how many outputs were lost to
     the anchor.
     """
-    results, rings, problem, factors, turns = shared
+    results, rings, problem, factors, turns, queue = shared
     q_ring, k_ring, v_ring = rings
     q_step, step, ticket = start
     scale, softcap = factors
     left, right = problem[3]
     CONSUMERS: gl.constexpr = how[0]
     Q_IN_REGISTERS: gl.constexpr = how[1]
-    RAGGED: gl.constexpr = how[3]
     DTYPE: gl.constexpr = q_ring.buffer.dtype
-    TILE_Q: gl.constexpr = CONSUMERS * ROWS
     TILE_K: gl.constexpr = k_ring.buffer.shape[1]
     BLOCK_DV: gl.constexpr = v_ring.buffer.shape[2]
     MASKED: gl.constexpr = left is not None or right is not None  # else only the last key tile is
@@ -183,24 +216,16 @@ def attend(W: gl.constexpr, shared, start, how: gl.constexpr, ANCHORED: gl.const
     rows = W * ROWS + gl.arange(0, ROWS, per_row)
     keys = gl.arange(0, TILE_K, gl.SliceLayout(0, scores))
     lost_rows = gl.zeros([ROWS], gl.int32, per_row)
-    tiles, agenda, queue = problem[0]
     turn = step * 0
-    if RAGGED:
-        t = queue.get(ticket, 4)
-    else:
-        t = listed_tile(turn, problem)
-    tile = query_tile(t, problem, TILE_Q)
-    runs = key_tile_runs(tile, problem, TILE_Q, TILE_K)
+    tile, runs, part = next_tile(queue, ticket, 4)
     # Before the first query tile comes one that lies past all ends: nothing of it is stored.
     out = gl.zeros([ROWS, BLOCK_DV], DTYPE, output)
     lse = gl.zeros([ROWS], gl.float32, per_row)
     doubt = lost_rows
     done = (tile[0], tile[1], tile[2] * 0 + NOWHERE, tile[3], tile[4], tile[5], tile[6], tile[7])
 
-    while t < tiles:
+    while runs[3] > 0:
         turn += 1
-        if not RAGGED:
-            t = listed_tile(turn, problem)  # long before it is needed
         # The first product of a query tile hides how the output of the tile before leaves.
         mine = runs
         if MASKED:
@@ -247,16 +272,18 @@ def attend(W: gl.constexpr, shared, start, how: gl.constexpr, ANCHORED: gl.const
         release_q(q_ring, number, not Q_IN_REGISTERS)
         last = start_output(W, p, o, v_ring, turns, step, how)
         passed = mine[0] - runs[0]
-        done = tile
-        if RAGGED:
-            t = queue.get(ticket + turn, 4)
-        tile = query_tile(t, problem, TILE_Q)
-        runs = key_tile_runs(tile, problem, TILE_Q, TILE_K)
+        done, done_part, done_keys = tile, part, (runs[0] * TILE_K, runs[3] * TILE_K)
+        tile, runs, part = next_tile(queue, ticket + turn, 4)
         top = top * factor if EXACT else top
         lse, inverse, doubt = statistics(top, total, ANCHORED)
         o = warpgroup_mma_wait(0, [last])
         v_ring.release(step)
-        out = (o * spread(inverse, o)).to(DTYPE)
+        o = o * spread(inverse, o)
+        if results[7] is not None:
+            result, where = (o, lse, doubt), (done, done_part, done_keys)
+            done, lost_part = store_part(W, result, rows, where, results, problem, how)
+            lost_rows += lost_part
+        out = o.to(DTYPE)
         step = pass_by(W, passed, rings, turns, step + 1, how)
 
     if turn > 0:
@@ -295,7 +322,7 @@ def next_keys(
     """Softmax of key tile n, beside the product of the weights before with their values."""
     p, o, top, total = state
     keys, i, tile = at
-    results, rings, problem, factors, turns = shared
+    results, rings, problem, factors, turns, queue = shared
     scores: gl.constexpr = keys.type.layout.parent
     s, o = overlap(W, q, p, o, rings, turns, step, how, scores)
     s, factor = logits(s, factors[0], factors[1])
@@ -483,11 +510,39 @@ def statistics(top, total, ANCHORED: gl.constexpr):
 
 
 @gluon.jit
+def store_part(W: gl.constexpr, result, rows, where, results, problem, how: gl.constexpr):
+    """Store what a part of a query tile's keys gives, if this is one, where ``join`` finds it.
+
+    where: the tile, its part, from which to which key that goes. Returns the tile that is left to store,
+    past all ends if this is a part; and as ``store`` does.
+    """
+    o, lse, doubt = result
+    tile, part, keys = where
+    b, head, q_start, start_q, seqlen_q, start_k, seqlen_k, seen_k = tile
+    lost = doubt * 0
+    left = q_start
+    if part >= 0:
+        i = q_start + rows
+        overflow = gl.convert_layout(gl.sum(o * 0.0, 1), lse.type.layout) != 0
+        first, stop = key_range(i, tile, problem)
+        seen = gl.maximum(first, keys[0]) < gl.minimum(stop, keys[1])
+        lost = ((i < seqlen_q) & seen & (overflow | (doubt != 0))).to(gl.int32)
+        o_ptr, lse_ptr = results[7], results[8]
+        COLUMNS: gl.constexpr = o.shape[1]
+        TILE_Q: gl.constexpr = how[0] * ROWS
+        row = part * TILE_Q + W * ROWS
+        gl.store(lse_ptr + part * TILE_Q + rows, lse)
+        store_rows(o, (o_ptr, (0, COLUMNS, 0), COLUMNS), (part * 0, part * 0, row, part * 0, ROWS))
+        left = q_start * 0 + NOWHERE
+    return (b, head, left, start_q, seqlen_q, start_k, seqlen_k, seen_k), lost
+
+
+@gluon.jit
 def store(W: gl.constexpr, result, rows, tile, results, problem, how: gl.constexpr):
     """Store a consumer's output and log-sum-exp. Returns 1 for a row that an anchor has lost: it is in
     doubt, or its output is not finite, though it sees keys."""
     o, lse, doubt = result
-    o_desc, o_s, o_ptr, o_strides, lse_ptr, lse_strides, columns = results
+    o_desc, o_s, o_ptr, o_strides, lse_ptr, lse_strides, columns, o_parts, lse_parts = results
     b, head, q_start, start_q, seqlen_q, start_k, seqlen_k, seen_k = tile
     i = q_start + rows
     lse_base = lse_ptr + b.to(gl.int64) * lse_strides[0] + head.to(gl.int64) * lse_strides[1]
@@ -534,7 +589,10 @@ def forward_kernel(
     lse_batch,
     lse_head,
     agenda,  # None: programs take query tiles in turn, or claim them
+    parts,  # None: of no query tile
     claims,  # None: they do not
+    o_parts,  # what comes of parts, and its log-sum-exps
+    lse_parts,
     cu_q,
     cu_k,
     used_q,
@@ -589,31 +647,54 @@ def forward_kernel(
         rows_o: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, O_COLUMNS], DTYPE)
         o_s = gl.allocate_shared_memory(DTYPE, [CONSUMERS, ROWS, O_COLUMNS], rows_o)
         label_stages(o_s, "O")
-        results = (o_desc, o_s, o_ptr, o_strides, lse_ptr, (lse_batch, lse_head), columns)
+        results = (
+            o_desc,
+            o_s,
+            o_ptr,
+            o_strides,
+            lse_ptr,
+            (lse_batch, lse_head),
+            columns,
+            o_parts,
+            lse_parts,
+        )
     else:
-        results = (o_desc, o_desc, o_ptr, o_strides, lse_ptr, (lse_batch, lse_head), columns)
+        results = (
+            o_desc,
+            o_desc,
+            o_ptr,
+            o_strides,
+            lse_ptr,
+            (lse_batch, lse_head),
+            columns,
+            o_parts,
+            lse_parts,
+        )
 
     inputs = (q_desc, k_desc, v_desc)
     rings = (q_ring, k_ring, v_ring)
     lengths = (cu_q, cu_k, used_q, used_k, max_q, max_k)
-    if RAGGED:
-        work = (tiles, agenda, make_queue("tiles", 2, CONSUMERS))
-    else:
-        work = (tiles, agenda, claims)
-    problem = (work, lengths, (heads, group, batch_heads, together), (left, right))
+    queue = make_queue("tiles", 13, 1 if RAGGED else 2, CONSUMERS + 1)
+    problem = (
+        (tiles, agenda, parts, claims),
+        lengths,
+        (heads, group, batch_heads, together),
+        (left, right),
+    )
     factors = (scale, softcap)
     verdict = (ballot, done)
-    shared = (results, rings, problem, factors, turns)
+    shared = (results, rings, problem, factors, turns, queue)
     how: gl.constexpr = (CONSUMERS, Q_IN_REGISTERS, PING_PONG, RAGGED)
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
                 (consume, (0, shared, verdict, how, ANCHORED)),
                 (consume, (1, shared, verdict, how, ANCHORED)),
-                (produce, (inputs, rings, problem, claims, verdict, how, ANCHORED)),
+                (produce, (inputs, rings, queue, problem, verdict, how, ANCHORED)),
+                (deal, (queue, problem, verdict, how, TILE_K, ANCHORED)),
             ],
-            [4, 1],
-            [REGISTERS, 24],
+            [4, 1, 1],
+            [REGISTERS, 24, 24],
         )
     else:
         gl.warp_specialize(
@@ -621,10 +702,11 @@ def forward_kernel(
                 (consume, (0, shared, verdict, how, ANCHORED)),
                 (consume, (1, shared, verdict, how, ANCHORED)),
                 (consume, (2, shared, verdict, how, ANCHORED)),
-                (produce, (inputs, rings, problem, claims, verdict, how, ANCHORED)),
+                (produce, (inputs, rings, queue, problem, verdict, how, ANCHORED)),
+                (deal, (queue, problem, verdict, how, TILE_K, ANCHORED)),
             ],
-            [4, 4, 1],
-            [REGISTERS, REGISTERS, 24],
+            [4, 4, 1, 1],
+            [REGISTERS, REGISTERS, 24, 24],
         )
 
 

@@ -12,7 +12,8 @@ from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tilewise import mask, schedule
-from tilewise.backends.hopper.agenda import agenda, capturing, heads_together
+from tilewise.backends.hopper.agenda import Agenda, agenda, capturing, heads_together
+from tilewise.backends.hopper.join import join_kernel, plan_join, room_for_parts
 from tilewise.backends.relaunch import Relaunch
 from tilewise.backends.triton.launch import lengths, on_device, score_factors, strides
 from tilewise.gluon.ragged import dense_rows, ragged_rows
@@ -42,8 +43,9 @@ class Plan(NamedTuple):
 
     tile: schedule.HopperTile
     blocks: tuple[int, int]  # columns of a tile of Q and K, and of V and the output
-    agenda: Tensor | None
+    agenda: Agenda | None
     launch: Relaunch
+    join: Relaunch | None  # if the agenda breaks query tiles
 
 
 @lru_cache(maxsize=1024)
@@ -54,7 +56,8 @@ def plan_forward(spec: AttentionSpec) -> Plan:
     if 128 < spec.head_dim <= 192:  # 256 columns would be a third more products
         blocks, parts = (64, blocks[1]), 3
     tile = schedule.hopper_tile(spec)
-    tiles = spec.batch * spec.heads_q * triton.cdiv(spec.max_seqlen_q, tile.consumers * ROWS)
+    tile_q = tile.consumers * ROWS
+    tiles = spec.batch * spec.heads_q * triton.cdiv(spec.max_seqlen_q, tile_q)
     arguments = {
         "heads": spec.heads_q,
         "group": spec.group,
@@ -80,11 +83,13 @@ def plan_forward(spec: AttentionSpec) -> Plan:
         "REGISTERS": tile.registers,
     }
     options = {"num_warps": 4, "maxnreg": tile.maxnreg}
-    programs = min(tiles, schedule.multiprocessors(spec.device))
+    programs = schedule.multiprocessors(spec.device)
     lists = None
     if tiles and not spec.ragged:
-        lists = agenda(spec, tile.consumers * ROWS, tile.k, programs)
-    return Plan(tile, blocks, lists, Relaunch(programs, arguments, options))
+        lists = agenda(spec, tile_q, tile.k, programs)
+    programs = min(tiles, programs) if lists is None else lists.lists.shape[1]
+    join = plan_join(spec, lists, tile_q, blocks[1])
+    return Plan(tile, blocks, lists, Relaunch(programs, arguments, options), join)
 
 
 def launch_forward(kernel: Any, spec: AttentionSpec, x: Inputs, out: Tensor, lse: Tensor) -> None:
@@ -101,6 +106,10 @@ def launch_forward(kernel: Any, spec: AttentionSpec, x: Inputs, out: Tensor, lse
     _, seen_k = mask.key_span(spec.max_seqlen_q, spec.max_seqlen_k, *spec.window)
     by_tma = takes_tma(spec, out)
     o_tile = (ROWS, min(plan.tile.o_columns, plan.blocks[1]))
+    lists, join = plan.agenda, plan.join
+    o_parts, lse_parts = None, None
+    if join is not None:
+        o_parts, lse_parts = room_for_parts(lists, join.arguments["TILE_Q"], plan.blocks[1], lse)
     with on_device(spec.device):
         plan.launch(
             kernel,
@@ -112,10 +121,24 @@ def launch_forward(kernel: Any, spec: AttentionSpec, x: Inputs, out: Tensor, lse
             *strides(spec, out),
             lse,
             *strides(spec, lse)[::2],
-            plan.agenda,
+            None if lists is None else lists.lists,
+            None if lists is None else lists.parts,
             claims(plan, spec) if spec.ragged else None,
+            o_parts,
+            lse_parts,
             *lengths(spec, x),
         )
+        if join is not None:
+            join(
+                join_kernel,
+                o_parts,
+                lse_parts,
+                lists.broken,
+                out,
+                *strides(spec, out),
+                lse,
+                *strides(spec, lse)[::2],
+            )
 
 
 def claims(plan: Plan, spec: AttentionSpec) -> Tensor:

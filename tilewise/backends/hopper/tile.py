@@ -15,6 +15,7 @@ key_tiles = gluon.jit(mask.key_tiles)
 key_span = gluon.jit(mask.key_span)
 _key_range = gluon.jit(mask.key_range)
 finite = gluon.jit(portable.finite.fn)
+EVERYTHING = gl.constexpr(2**30)
 softcap_slope = gluon.jit(portable.softcap_slope.fn)
 logits = gluon.jit(portable.logits.fn)
 sequence_rows = gluon.jit(portable.sequence_rows.fn)
@@ -22,23 +23,32 @@ sequence_rows = gluon.jit(portable.sequence_rows.fn)
 
 @gluon.jit
 def listed_tile(turn, problem):
-    """The program's query tile of a turn where the host knows all lengths; from `tiles` on, none."""
-    agenda = problem[0][1]
+    """The program's query tile of a turn where the host knows all lengths; from `tiles` on, none. Then
+    which part of a query tile it is, and from which to which of the tile's key tiles it goes: of a whole
+    one -1 and all."""
+    tiles, agenda, parts, claims = problem[0]
+    t = turn * gl.num_programs(0) + gl.program_id(0)
     if agenda is not None:
-        return gl.load(agenda + turn * gl.num_programs(0) + gl.program_id(0))
-    else:
-        return turn * gl.num_programs(0) + gl.program_id(0)
+        t = gl.load(agenda + t)
+    part, first, stop = t * 0 - 1, t * 0, t * 0 + EVERYTHING
+    if parts is not None:
+        if t > tiles:
+            part = t - tiles - 1
+            t = gl.load(parts + part * 3)
+            first = gl.load(parts + part * 3 + 1)
+            stop = gl.load(parts + part * 3 + 2)
+    return t, part, first, stop
 
 
 @gluon.jit
-def claimed_tile(t, problem, claims, AGAIN: gl.constexpr, TILE_Q: gl.constexpr):
+def claimed_tile(t, problem, AGAIN: gl.constexpr, TILE_Q: gl.constexpr):
     """The query tile after t where lengths are known on the GPU only: the next one that no program has
     claimed and that has a query. Before a program's first one comes `tiles` + its number.
 
-    claims: how many are claimed beyond the programs' first ones, then for each t what came after it:
-    AGAIN, the same follows once more.
+    The claims are how many are claimed beyond the programs' first ones, then for each t what came after
+    it: AGAIN, the same follows once more.
     """
-    tiles = problem[0][0]
+    tiles, agenda, parts, claims = problem[0]
     after = claims + 1 + t
     if AGAIN:
         t = gl.load(after)
@@ -137,8 +147,15 @@ def runs_of_rows(runs, row, tile, problem, ROWS: gl.constexpr, TILE_K: gl.conste
     left, right = problem[3]
     i = tile[2] + row
     first, full_first, full_stop, stop = key_tiles(i, i + ROWS, tile[4], tile[6], left, right, TILE_K)
-    stop = min(max(stop, runs[0] + 1), runs[3])
-    first = min(max(first, runs[0]), stop - 1)
+    return part_of_runs((first, full_first, full_stop, stop), runs[0], runs[3])
+
+
+@gluon.jit
+def part_of_runs(runs, begin, end):
+    """Those of the key tiles that are within begin to end, but never none."""
+    first, full_first, full_stop, stop = runs
+    stop = min(max(stop, begin + 1), end)
+    first = min(max(first, begin), stop - 1)
     full_first = min(max(full_first, first), stop)
     return first, full_first, min(max(full_stop, full_first), stop), stop
 
