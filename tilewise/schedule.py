@@ -165,20 +165,31 @@ def hopper_tile(spec: AttentionSpec) -> HopperTile:
 
 
 class HopperBackwardTile(NamedTuple):
-    """The Hopper backward's tile: queries, keys, and stages of the rings of Q and dO."""
+    """The Hopper backward's tile, and how many of each buffer there are."""
 
-    q: int
-    k: int
-    stages: int
-    warps: int  # of the partition that multiplies
-    maxnreg: int  # of every thread at launch
+    q: int  # queries
+    k: int  # keys, half of them each consumer's
+    stages: int  # of the ring of Q and dO
+    ds_stages: int  # of the buffer through which consumers exchange dS
+    kv_in_registers: bool = False  # as operands of the products with Q and dO
+    registers: int = 240  # of a consumer's thread while it computes
+    maxnreg: int = 168  # of every thread at launch
 
 
-# Largest head dim it serves -> tile.
-HOPPER_BACKWARD: dict[int, HopperBackwardTile] = {
-    64: HopperBackwardTile(64, 128, 2, 8, 168),
-    128: HopperBackwardTile(64, 128, 2, 8, 168),
+# (largest head dim it serves, softcap) -> tile of the backward. Softcap takes more registers than 128
+# queries at a time leave.
+_HOPPER_BACKWARD: dict[tuple[int, bool], HopperBackwardTile] = {
+    (64, False): HopperBackwardTile(128, 128, 3, 2),
+    (64, True): HopperBackwardTile(64, 128, 4, 4, kv_in_registers=True),
+    (128, False): HopperBackwardTile(64, 128, 3, 3),
+    (128, True): HopperBackwardTile(64, 128, 3, 3),
 }
+
+
+def hopper_backward_tile(spec: AttentionSpec) -> HopperBackwardTile:
+    """The tile of the Hopper backward."""
+    dim = 64 if max(spec.head_dim, spec.head_dim_v) <= 64 else 128
+    return _HOPPER_BACKWARD[dim, spec.softcap is not None]
 
 
 # Bytes of keys and values that stay in the L2 cache while a kernel runs. An H200 has 50 MB, in two

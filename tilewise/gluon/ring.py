@@ -9,6 +9,12 @@
                              ...                               use tile
                              ring.release(i)                   all of it is read: the stage is free
 
+Partitions may also fill stages by ordinary stores, each its part, `producers` of them together:
+
+    producer, for every i:   ring.wait_empty(i)
+                             ring.stage(i, part).store(x)
+                             ring.hand_over(i)
+
 A stage may have several parts of one shape, such as blocks of columns: `ring.load(i, desc, coord, part)`
 and `ring.stage(i, part)`, once `ring.wait_full(i)` has returned, which waits for all of them.
 
@@ -18,7 +24,7 @@ into registers is read once it has been used, and not before: loads run on past 
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from tilewise.gluon.compat import aggregate, at_tile, label, label_stages, tma_load
 
@@ -48,14 +54,24 @@ class Ring:
     def acquire(self, i, nbytes):
         """Producer: wait until the stage of tile i is free; `nbytes` will be copied into it."""
         at_tile(i)
-        st = i % self.stages
-        mbarrier.wait(self.empty.index(st), ((i // self.stages) & 1) ^ 1)
-        mbarrier.expect(self.full.index(st), nbytes)
+        self.wait_empty(i)
+        mbarrier.expect(self.full.index(i % self.stages), nbytes)
 
     @gluon.jit
     def load(self, i, desc, coord, part: gl.constexpr = 0):
         """Producer: copy into a part of the stage of tile i."""
         tma_load(desc, coord, self.full.index(i % self.stages), self.stage(i, part))
+
+    @gluon.jit
+    def wait_empty(self, i):
+        """Producer: wait until the stage of tile i is free."""
+        mbarrier.wait(self.empty.index(i % self.stages), ((i // self.stages) & 1) ^ 1)
+
+    @gluon.jit
+    def hand_over(self, i):
+        """Producer: what it has stored to the stage of tile i is there, for TMA and products as well."""
+        fence_async_shared()
+        mbarrier.arrive(self.full.index(i % self.stages), count=1)
 
     @gluon.jit
     def wait_full(self, i):
@@ -79,16 +95,18 @@ def make_ring(
     stages: gl.constexpr,
     consumers: gl.constexpr,
     parts: gl.constexpr = 1,
+    producers: gl.constexpr = 1,
 ):
     """Allocate a ring and initialise its barriers.
 
     tile: shape of one part of a stage. consumers: how many partitions release each tile.
+    producers: how many hand it over.
     """
     buffer = gl.allocate_shared_memory(dtype, [stages * parts] + tile, layout)
     full = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(stages):
-        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(full.index(i), count=producers)
         mbarrier.init(empty.index(i), count=consumers)
     label_stages(buffer, name)
     label(full, name + ".full")

@@ -1,8 +1,8 @@
 """What surrounds the Hopper backward: row statistics before it, dQ in its dtype and order after it.
 
-Both live in a space of rows of their own, in which every sequence begins with a whole tile of TILE_Q
-rows: (head, rows of the head), packed sequences one after another, or (entry, head, rows). Rows that are
-nobody's have a log-sum-exp of +inf, with which every weight is 0.
+Both live in a space of rows of their own, in which every sequence begins with a whole query tile of the
+backward's: (head, rows of the head), packed sequences one after another, or (entry, head, rows). Rows
+that are nobody's have a log-sum-exp of +inf, with which every weight is 0.
 """
 
 from __future__ import annotations
@@ -17,11 +17,9 @@ from tilewise.backends.hopper.launch import block_columns
 from tilewise.backends.triton.delta import delta_of_rows
 from tilewise.backends.triton.launch import lengths, on_device, strides
 from tilewise.backends.triton.tile import key_span, matrix, sequence_rows
-from tilewise.schedule import HOPPER_BACKWARD
+from tilewise.schedule import hopper_backward_tile
 from tilewise.spec import AttentionSpec, Inputs
 
-TILE_Q = HOPPER_BACKWARD[64].q  # of all tiles
-GROUPS = HOPPER_BACKWARD[64].warps // 4
 INF = tl.constexpr(float("inf"))
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -33,16 +31,18 @@ class Space(NamedTuple):
     of_head: int  # from one head to the next
     of_entry: int  # from one batch entry to the next; of packed sequences each begins where it may
     columns: int  # of the accumulator of dQ
+    tile: int  # rows of a query tile
 
 
 def space_of(spec: AttentionSpec, x: Inputs) -> Space:
     columns = block_columns(spec.head_dim)
+    tile = hopper_backward_tile(spec).q
     if spec.varlen:
-        of_head = (x.q.shape[0] // TILE_Q + spec.batch + 1) * TILE_Q
-        return Space(spec.heads_q * of_head, of_head, 0, columns)
-    of_head = triton.cdiv(spec.max_seqlen_q, TILE_Q) * TILE_Q
+        of_head = (x.q.shape[0] // tile + spec.batch + 1) * tile
+        return Space(spec.heads_q * of_head, of_head, 0, columns, tile)
+    of_head = triton.cdiv(spec.max_seqlen_q, tile) * tile
     of_entry = spec.heads_q * of_head
-    return Space(spec.batch * of_entry, of_head, of_entry, columns)
+    return Space(spec.batch * of_entry, of_head, of_entry, columns, tile)
 
 
 @triton.jit
@@ -70,7 +70,7 @@ def prepare_kernel(
     dout_ptr,
     dlse_ptr,
     lse_rows_ptr,
-    delta_rows_ptr,
+    minus_delta_rows_ptr,
     strides,  # of out, lse, dout, dlse
     lengths,
     heads,
@@ -82,7 +82,7 @@ def prepare_kernel(
     BLOCK_DV: tl.constexpr,
     TILE_Q: tl.constexpr,
 ):
-    """Log-sum-exp in units of log2(e), and delta = rowsum(dO * O) - dlse, of one query tile."""
+    """Log-sum-exp in units of log2(e), and -delta = dlse - rowsum(dO * O), of one query tile."""
     out_strides, lse_strides, dout_strides, dlse_strides = strides
     tile = _query_tile(lengths, heads, left, right, of_entry, TILE_Q)
     b, head, row, start_q, seqlen_q, low, high, place = tile
@@ -97,7 +97,7 @@ def prepare_kernel(
     lse = tl.where(lse == -INF, INF, lse)
     at = head.to(tl.int64) * of_head + place + row + tl.arange(0, TILE_Q)
     tl.store(lse_rows_ptr + at, lse)
-    tl.store(delta_rows_ptr + at, tl.where(lse == INF, 0.0, delta))
+    tl.store(minus_delta_rows_ptr + at, tl.where(lse == INF, 0.0, -delta))
 
 
 @triton.jit
@@ -114,23 +114,21 @@ def finish_kernel(
     scale,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    GROUPS: tl.constexpr,
     TILE_Q: tl.constexpr,
 ):
-    """dQ of one tile of rows, from the order of ``backward.in_fragments``."""
+    """dQ of one tile of rows, from the order of ``backward.in_fragments``, which is that of 64 rows."""
     tile = _query_tile(lengths, heads, left, right, of_entry, TILE_Q)
     b, head, row, start_q, seqlen_q, low, high, place = tile
     if row >= seqlen_q:
         return
     rows = row + tl.arange(0, TILE_Q)
     i = rows - low
-    r = i % TILE_Q
-    first = head.to(tl.int64) * of_head + place + (i - r)  # of the tile in the space
+    r = i % 64
+    first = head.to(tl.int64) * of_head + place + (i - r)  # of 64 rows in the space
     c = tl.arange(0, BLOCK_D)
-    PART: tl.constexpr = BLOCK_D // GROUPS
     # A warp has 16 rows, r // 16; of these a thread r % 8 and 8 more; of 8 columns it has a pair.
     of_row = (r // 16) * 128 + r % 8 * 16 + r % 16 // 8 * 2
-    of_column = (c % PART // 8 * GROUPS + c // PART) * 512 + c % 8 // 2 * 4 + c % 2
+    of_column = c // 8 * 512 + c % 8 // 2 * 4 + c % 2
     at = (first * BLOCK_D + of_row)[:, None] + of_column[None, :]
     seen = (i >= 0) & (rows < high)
     dq = tl.load(dq_rows_ptr + at, mask=seen[:, None], other=0.0) * scale
@@ -145,8 +143,8 @@ def prepare_rows(
 ) -> tuple[Tensor, Tensor, Space]:
     """Row statistics in their space, fp32."""
     space = space_of(spec, x)
-    lse_rows, delta_rows = (lse.new_empty(max(space.rows, 1)) for _ in range(2))
-    programs = spec.batch * spec.heads_q * triton.cdiv(spec.max_seqlen_q, TILE_Q)
+    lse_rows, minus_delta_rows = (lse.new_empty(max(space.rows, 1)) for _ in range(2))
+    programs = spec.batch * spec.heads_q * triton.cdiv(spec.max_seqlen_q, space.tile)
     if programs:
         with on_device(spec.device):
             prepare_kernel[(programs,)](
@@ -155,7 +153,7 @@ def prepare_rows(
                 dout,
                 dlse,
                 lse_rows,
-                delta_rows,
+                minus_delta_rows,
                 tuple([strides(spec, t) for t in (out, lse, dout, dlse)]),
                 lengths(spec, x),
                 spec.heads_q,
@@ -165,14 +163,14 @@ def prepare_rows(
                 space.of_entry,
                 DV=spec.head_dim_v,
                 BLOCK_DV=max(16, triton.next_power_of_2(spec.head_dim_v)),
-                TILE_Q=TILE_Q,
+                TILE_Q=space.tile,
             )
-    return lse_rows, delta_rows, space
+    return lse_rows, minus_delta_rows, space
 
 
 def finish_dq(spec: AttentionSpec, x: Inputs, dq_rows: Tensor, space: Space, dq: Tensor) -> None:
     """Fill dq."""
-    programs = spec.batch * spec.heads_q * triton.cdiv(spec.max_seqlen_q, TILE_Q)
+    programs = spec.batch * spec.heads_q * triton.cdiv(spec.max_seqlen_q, space.tile)
     if programs:
         with on_device(spec.device):
             finish_kernel[(programs,)](
@@ -188,6 +186,5 @@ def finish_dq(spec: AttentionSpec, x: Inputs, dq_rows: Tensor, space: Space, dq:
                 spec.scale,
                 D=spec.head_dim,
                 BLOCK_D=space.columns,
-                GROUPS=GROUPS,
-                TILE_Q=TILE_Q,
+                TILE_Q=space.tile,
             )

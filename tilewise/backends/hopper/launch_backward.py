@@ -19,6 +19,8 @@ from tilewise.backends.triton.launch import lengths, on_device, score_factors, s
 from tilewise.ops import Gradients
 from tilewise.spec import AttentionSpec, Inputs
 
+CONSUMERS = 2  # that share a tile
+
 
 class Plan(NamedTuple):
     """What a launch needs besides tensors: the same for every call with one spec."""
@@ -32,7 +34,7 @@ class Plan(NamedTuple):
 def plan_backward(spec: AttentionSpec, of_head: int, of_entry: int) -> Plan:
     """Tile, number of programs and scalar arguments for a spec. of_head, of_entry: see ``Space``."""
     block_d, block_dv = block_columns(spec.head_dim), block_columns(spec.head_dim_v)
-    tile = schedule.HOPPER_BACKWARD[max(block_d, block_dv)]
+    tile = schedule.hopper_backward_tile(spec)
     heads = spec.batch * spec.heads_kv
     arguments = {
         "heads": spec.heads_kv,
@@ -52,10 +54,12 @@ def plan_backward(spec: AttentionSpec, of_head: int, of_entry: int) -> Plan:
         "TILE_Q": tile.q,
         "TILE_K": tile.k,
         "STAGES": tile.stages,
-        "WARPS": tile.warps,
+        "DS_STAGES": tile.ds_stages,
+        "KV_IN_REGISTERS": tile.kv_in_registers,
         "RAGGED": spec.ragged,
+        "REGISTERS": tile.registers,
     }
-    options = {"num_warps": tile.warps, "maxnreg": tile.maxnreg}
+    options = {"num_warps": 4, "maxnreg": tile.maxnreg}
     programs = heads * triton.cdiv(spec.max_seqlen_k, tile.k)
     return Plan(tile, (block_d, block_dv), Relaunch(programs, arguments, options))
 
@@ -66,7 +70,7 @@ def launch_backward(
     x: Inputs,
     dout: Tensor,
     lse_rows: Tensor,
-    delta_rows: Tensor,
+    minus_delta_rows: Tensor,
     dq_rows: Tensor,
     space: Space,
     grads: Gradients,
@@ -82,24 +86,18 @@ def launch_backward(
         return
     q, k, v, dout = (for_tma(spec, t) for t in (x.q, x.k, x.v, dout))
     flat = gl.NVMMASharedLayout(0, 32, rank=1)
-    pieces = gl.NVMMASharedLayout(0, 32, rank=2)
     block_d, block_dv = plan.blocks
+    part = plan.tile.k // CONSUMERS
     with on_device(spec.device):
         plan.launch(
             kernel,
-            descriptor(spec, k, seen_k, (plan.tile.k, block_d)),
-            descriptor(spec, v, seen_k, (plan.tile.k, block_dv)),
+            descriptor(spec, k, seen_k, (part, block_d)),
+            descriptor(spec, v, seen_k, (part, block_dv)),
             descriptor(spec, q, seen_q, (plan.tile.q, block_d)),
             descriptor(spec, dout, seen_q, (plan.tile.q, block_dv)),
             TensorDescriptor(lse_rows, [lse_rows.numel()], [1], [plan.tile.q], flat),
-            TensorDescriptor(delta_rows, [delta_rows.numel()], [1], [plan.tile.q], flat),
-            TensorDescriptor(
-                dq_rows.view(-1, 256),
-                [dq_rows.numel() // 256, 256],
-                [256, 1],
-                [plan.tile.q * block_d // 256, 256],
-                pieces,
-            ),
+            TensorDescriptor(minus_delta_rows, [minus_delta_rows.numel()], [1], [plan.tile.q], flat),
+            dq_rows,
             grads.k,
             *strides(spec, grads.k),
             grads.v,

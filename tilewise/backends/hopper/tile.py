@@ -122,6 +122,14 @@ def key_range(i, tile, problem):
 
 
 @gluon.jit
+def query_range(j, tile, problem):
+    """``key_range`` with the roles swapped: the queries that see keys j of a key tile's sequence."""
+    left, right = problem[3]
+    first, stop = _key_range(j, tile[6], tile[4], right, left)
+    return first, gl.where(j < tile[7], stop, 0)
+
+
+@gluon.jit
 def tile_has_dead_rows(tile, problem, TILE_Q: gl.constexpr):
     """Whether some query of the tile sees no key: then its first or its last one does not."""
     q_last = min(tile[2] + TILE_Q, tile[4]) - 1
