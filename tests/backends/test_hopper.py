@@ -20,7 +20,7 @@ pytest.importorskip("greenlet")
 
 from tilewise import attention, dispatch, schedule, sim
 from tilewise.backends.hopper import join, launch
-from tilewise.backends.hopper.agenda import Agenda
+from tilewise.backends.hopper.agenda import Agenda, heads_together
 from tilewise.backends.hopper.forward import forward_kernel
 from tilewise.backends.hopper.launch import plan_forward
 
@@ -264,10 +264,14 @@ def test_scores_of_minus_infinity_are_weights_of_0(hidden: int, causal: bool, dt
 
 def test_packed_sequences_when_few_heads_fit_the_cache(monkeypatch: pytest.MonkeyPatch):
     """Which tile a program works on then depends on how many heads are worked on together."""
-    monkeypatch.setattr(schedule, "KEPT_IN_L2", 2 * 300 * 512)  # two heads of 300 keys
+    for name in ("KEPT_IN_L2", "KEPT_IN_L2_CLAIMED"):
+        monkeypatch.setattr(schedule, name, 2 * 300 * 512)  # two heads of 300 keys
     lengths = ((5, 200), (200, 5), (0, 30), (140, 300), (64, 0))
-    simulate(Problem(lengths, 5, 1, 128, 128, "bf16", varlen=True, causal=True, tail=(3, 2)))
-    simulate(Problem(lengths, 3, 3, 128, 128, "bf16", varlen=True))
+    causal = Problem(lengths, 5, 1, 128, 128, "bf16", varlen=True, causal=True, tail=(3, 2))
+    full = Problem(lengths, 3, 3, 128, 128, "bf16", varlen=True)
+    for p in (causal, full):
+        assert heads_together(problems.tensors(p).spec) == 2 * p.group
+        simulate(p)
 
 
 def test_what_the_copy_engine_cannot_address_is_copied_first():

@@ -91,7 +91,7 @@ def test_packed_and_used_lengths(dims, sim_seeds: range, monkeypatch: pytest.Mon
     simulate(p, sim_seeds)
     used = Problem(((150, 280),) * 3, 2, 1, *dims, "bf16", used_q=(150, 0, 33), used_k=(1, 70, 280))
     simulate(used, sim_seeds)
-    monkeypatch.setattr(schedule, "KEPT_IN_L2", 1)
+    monkeypatch.setattr(schedule, "KEPT_IN_L2_CLAIMED", 1)
     many = replace(p, heads_kv=3)
     assert heads_together(problems.tensors(many).spec) == 2
     simulate(many)

@@ -102,6 +102,7 @@ def test_no_hang_over_many_launches_of_random_shapes():
         q = torch.randn(sq, heads * group, d, device=DEVICE, dtype=torch.bfloat16)
         k = torch.randn(sk, heads, d, device=DEVICE, dtype=torch.bfloat16)
         v = torch.randn(sk, heads, dv, device=DEVICE, dtype=torch.bfloat16)
+        q.requires_grad_(d <= 128)
         if packed:
             ends = [
                 torch.tensor([0, *side]).cumsum(0).int().to(DEVICE)
@@ -115,7 +116,32 @@ def test_no_hang_over_many_launches_of_random_shapes():
         else:
             n = len(lengths)
             out = attention(*(t.unflatten(0, (n, -1)) for t in (q, k, v)), causal=causal, **HOW)
+        if q.requires_grad:
+            out.sum().backward()
+            assert q.grad is not None
     assert torch.isfinite(out).all()
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256), (40, 24)])
+def test_a_few_queries_of_many_keys(dims: tuple[int, int], causal: bool, dtype: str):
+    """Their query tiles are broken into parts, which a second kernel joins."""
+    from tilewise.backends.hopper.launch import plan_forward
+
+    p = Problem(((200, 30_000),) * 2, 1, 2, *dims, dtype, causal=causal, loss="none")
+    spec = problems.tensors(p, DEVICE).spec
+    assert plan_forward(spec).join is not None
+    problems.check(p, DEVICE, **HOW)
+
+
+def test_broken_query_tiles_are_the_same_every_time():
+    q = torch.randn(1, 128, 8, 128, device=DEVICE, dtype=torch.bfloat16)
+    k, v = (torch.randn(1, 40_000, 4, 128, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
+    k[0, 7] *= 60  # some parts are computed twice
+    first = attention(q, k, v, **HOW)
+    for _ in range(50):
+        assert torch.equal(first, attention(q, k, v, **HOW))
 
 
 @pytest.mark.parametrize("dim", [64, 128, 256])

@@ -50,7 +50,7 @@ class Queue:
         mbarrier.wait(self.full.index(st), (i // self.stages) & 1)
         numbers = (self._read(st, 0, WARPS),)
         for n in gl.static_range(1, self.width):
-            numbers = numbers + (self._read(st, n, WARPS),)
+            numbers += (self._read(st, n, WARPS),)  # type: ignore[assignment]
         mbarrier.arrive(self.empty.index(st), count=1)
         return numbers
 

@@ -59,8 +59,12 @@ def _on_device(lists: Agenda, device: torch.device) -> Agenda:
     if device.type != "cuda":
         return lists
     with ThreadPoolExecutor(1) as thread:
-        move = [None if t is None else thread.submit(t.to, device) for t in lists]
-        return Agenda(*[None if m is None else m.result() for m in move])
+        return thread.submit(_moved, lists, device).result()
+
+
+def _moved(lists: Agenda, device: torch.device) -> Agenda:
+    parts, broken = (None if t is None else t.to(device) for t in lists[1:])
+    return Agenda(lists.lists.to(device), parts, broken)
 
 
 def capturing(device: torch.device) -> bool:

@@ -108,7 +108,7 @@ def launch_forward(kernel: Any, spec: AttentionSpec, x: Inputs, out: Tensor, lse
     o_tile = (ROWS, min(plan.tile.o_columns, plan.blocks[1]))
     lists, join = plan.agenda, plan.join
     o_parts, lse_parts = None, None
-    if join is not None:
+    if lists is not None and join is not None:
         o_parts, lse_parts = room_for_parts(lists, join.arguments["TILE_Q"], plan.blocks[1], lse)
     with on_device(spec.device):
         plan.launch(
@@ -128,7 +128,7 @@ def launch_forward(kernel: Any, spec: AttentionSpec, x: Inputs, out: Tensor, lse
             lse_parts,
             *lengths(spec, x),
         )
-        if join is not None:
+        if lists is not None and join is not None:
             join(
                 join_kernel,
                 o_parts,
