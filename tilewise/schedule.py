@@ -201,10 +201,12 @@ KEPT_IN_L2_CLAIMED = 32 * 2**20
 # What a Hopper kernel loses from one query tile to the next, in keys.
 BETWEEN_QUERY_TILES = 192
 # How much idle time at the end of a kernel is worth breaking query tiles for, in cycles and as a part of
-# what the mean program takes. Joining parts takes a third of the cycles, and of that time a third is won
-# only: those that work while others idle have the clock and L2 for themselves.
+# what the mean program takes. Of 3 % idle only 1 was won, as those that work while others idle have the
+# clock and L2 for themselves; and joining the parts is a kernel of its own.
 JOINING = 30000
-WORTH_BREAKING = 0.01
+WORTH_BREAKING = 0.05
+DEALT_AT_ONCE = 4096  # query tiles; of more, lists repeat themselves
+LISTS_KEPT = 1024
 FLOPS_A_CYCLE = 4096  # of a multiprocessor's tensor cores, in bf16 or fp16
 # The longest list of query tiles over the mean one, from which on lists count as equally long.
 EVEN_ENOUGH = 1.04

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import heapq
 from dataclasses import replace
+from unittest import mock
 
 import problems
 import pytest
@@ -15,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tilewise import schedule
+from tilewise.backends.hopper import agenda as module
 from tilewise.backends.hopper.agenda import Agenda, agenda, heads_together, plan
 from tilewise.spec import AttentionSpec
 
@@ -137,15 +140,17 @@ def key_tiles_done(found: Agenda, key_tiles: tuple[int, ...], heads: int) -> lis
 
 @given(
     st.lists(st.integers(1, 40), min_size=1, max_size=6).map(tuple),
-    st.integers(1, 5),
+    st.integers(1, 9),
     st.integers(1, 5),
     st.sampled_from([1, 2, 7, 30]),
     st.sampled_from([0.0, 1.5, 12.0]),
-    st.sampled_from([0.0, 3.0]),
+    st.sampled_from([0.0, 3.0, 1e9]),
+    st.sampled_from([1, 10, 4096]),
 )
-def test_every_key_tile_is_visited_once(key_tiles, heads, together, programs, between, joining):
+def test_every_key_tile_is_visited_once(key_tiles, heads, together, programs, between, joining, at_once):
     """One left out would be missing from the softmax, one visited twice would count twice."""
-    found = plan(key_tiles, heads, min(together, heads), programs, between, joining)
+    with mock.patch.object(schedule, "DEALT_AT_ONCE", at_once):
+        found = plan(key_tiles, heads, min(together, heads), programs, between, joining)
     if found is None:
         return  # in turn
     done = key_tiles_done(found, key_tiles, heads)
@@ -188,3 +193,41 @@ def test_short_problems_are_not_broken(length: int):
 def test_many_rounds_are_not_worth_a_list():
     """One of 65,536 query tiles would be made on the host, for less than a percent."""
     assert agenda(spec_of(8192, 64, 16, causal=False), 128, 64, PROGRAMS) is None
+
+
+@pytest.mark.parametrize("window", [(None, 0), (4096, 0), (128, 64)])
+def test_a_million_query_tiles_are_dealt_out_like_some_thousand(window: tuple[int | None, int]):
+    """One by one that took most of a second."""
+    spec = replace(spec_of(32768, 64, 64), window_left=window[0], window_right=window[1])
+    with mock.patch("heapq.heapreplace", side_effect=heapq.heapreplace) as dealt:
+        table = table_of(spec, 128, 64, PROGRAMS)
+    assert dealt.call_count < 40_000
+    tiles = 64 * 64 * 256
+    assert int((table < tiles).sum()) == tiles
+    lengths = (table < tiles).sum(0).float()
+    assert lengths.max() < 1.1 * lengths.mean()
+
+
+@pytest.mark.parametrize(("rows", "keys"), [(1, 2048), (1, 8192), (128, 2048), (64, 131072)])
+def test_a_level_is_found_in_a_few_tries(rows: int, keys: int):
+    """The mean is far below what one part takes where there are more programs than work: a search from
+    there in small steps took 75 ms, for every 64 keys more."""
+    spec = replace(spec_of(heads=1, causal=False), batch=1, max_seqlen_q=rows, max_seqlen_k=keys)
+    with mock.patch.object(module, "_fill", side_effect=module._fill) as tries:
+        agenda(spec, 128, 64, PROGRAMS)
+    assert tries.call_count <= 20
+
+
+def test_lists_that_nobody_reads_are_forgotten(monkeypatch: pytest.MonkeyPatch):
+    """A server that decodes meets ever new lengths; a captured graph reads its list for ever."""
+    monkeypatch.setattr(schedule, "LISTS_KEPT", 3)
+    monkeypatch.setattr(module, "_kept", {})
+    told = []
+    monkeypatch.setattr(module, "when_forgotten", [lambda: told.append(True)])
+    captured = agenda(spec_of(256), 128, 128, 3)
+    assert captured is not None
+    module.capture(captured)
+    for length in range(384, 384 + 8 * 128, 128):
+        agenda(spec_of(length), 128, 128, 3)
+        assert len(module._kept) <= 3
+    assert told and module._captured[id(captured)] is captured

@@ -9,7 +9,7 @@ leave programs waiting for the last ones, some are broken into parts, each with 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -43,14 +43,35 @@ def agenda(spec: AttentionSpec, tile_q: int, tile_k: int, programs: int) -> Agen
     key = (costs, heads, heads_together(spec), programs, between, joining)
     place = (*key, spec.device)
     if place not in _kept and not capturing(spec.device):
+        if len(_kept) >= schedule.LISTS_KEPT:
+            forget()
         lists = plan(*key)
         _kept[place] = None if lists is None else _on_device(lists, spec.device)
     return _kept.get(place)
 
 
-# For ever: a captured graph and kernels on other streams read a list long after the call, and nobody
-# else holds it. It is 4 bytes a query tile.
 _kept: dict[tuple[object, ...], Agenda | None] = {}
+_captured: dict[int, Agenda] = {}
+
+
+def capture(found: Agenda) -> None:
+    """Keep it for ever: a graph that is being recorded reads it in every replay, and nobody else holds
+    it."""
+    _captured[id(found)] = found
+
+
+def forget() -> None:
+    """Drop all lists but captured ones, once no kernel on any stream can still read them."""
+    if torch.cuda.is_available():
+        for device in {place[-1] for place in _kept}:
+            if isinstance(device, torch.device) and device.type == "cuda":
+                torch.cuda.synchronize(device)
+    _kept.clear()
+    for clear in when_forgotten:
+        clear()
+
+
+when_forgotten: list[Callable[[], None]] = []  # of whoever else holds lists
 
 
 def _on_device(lists: Agenda, device: torch.device) -> Agenda:
@@ -111,16 +132,33 @@ def _deal_evenly(
     programs waiting."""
     mean = sum(costs) * heads / programs
     while True:
-        lists: list[list[int]] = [[] for _ in range(programs)]
-        free = [(0.0, p) for p in range(programs)]  # when, and who
-        for t in _order(costs, heads, together):
-            at, p = free[0]
-            lists[p].append(t)
-            heapq.heapreplace(free, (at + costs[t % len(costs)], p))
+        # Of very many heads, some are dealt out, and the rest again and again as those were.
+        some = together * triton.cdiv(schedule.DEALT_AT_ONCE, together * len(costs))
+        some = min(some, heads)
+        times = heads // some
+        lists, free = _deal(costs, _order(costs, some, together), [(0.0, p) for p in range(programs)])
+        rest = [head * len(costs) for head in (some * times, heads)]
+        free = [(at * times, p) for at, p in free]
+        order = (rest[0] + t for t in _order(costs, heads - some * times, together))
+        last, free = _deal(costs, order, free)
         longest = max(free)[0]
         if together >= heads or longest <= schedule.EVEN_ENOUGH * mean:
-            return Agenda(_table(lists, heads * len(costs)), None, None), longest, together
+            table = _table(lists, rest[1], times, some * len(costs), last)
+            return Agenda(table, None, None), longest, together
         together = min(2 * together, heads)
+
+
+def _deal(
+    costs: tuple[float, ...], order: Iterable[int], free: list[tuple[float, int]]
+) -> tuple[list[list[int]], list[tuple[float, int]]]:
+    """Each program's list, if the next tile goes to whoever is free first; and when they are then."""
+    lists: list[list[int]] = [[] for _ in free]
+    heapq.heapify(free)
+    for t in order:
+        at, p = free[0]
+        lists[p].append(t)
+        heapq.heapreplace(free, (at + costs[t % len(costs)], p))
+    return lists, free
 
 
 def _deal_parts(
@@ -133,7 +171,7 @@ def _deal_parts(
 ) -> Agenda | None:
     """Lists as short as they get if the last tiles are broken; None if not shorter than the limit."""
     tiles = len(key_tiles) * heads
-    level = (sum(key_tiles) + between * len(key_tiles)) * heads / programs
+    mean = (sum(key_tiles) + between * len(key_tiles)) * heads / programs
     # Up to this level all tiles stay whole, however high it will have to be.
     lists: list[list[int]] = [[] for _ in range(programs)]
     free = [(0.0, p) for p in range(programs)]
@@ -141,17 +179,32 @@ def _deal_parts(
     for t in order:
         at, p = free[0]
         cost = key_tiles[t % len(key_tiles)] + between
-        if rest or at + cost > level:
+        if rest or at + cost > mean:
             rest.append(t)
             continue
         lists[p].append(t)
         heapq.heapreplace(free, (at + cost, p))
-    while level < limit:
-        level *= 1.0025
-        parts = _fill(key_tiles, between, rest, free, level)
-        if parts is not None:
-            return _with_parts(lists, parts, key_tiles, tiles)
-    return None
+    # The lowest level that is enough: up in growing steps, then between the last two.
+    least = min(_least(between), *key_tiles)
+    low = max(mean, between + least)
+    level, step, best = low, 0.01, None
+    while level < limit and best is None:
+        best = _fill(key_tiles, between, rest, free, level)
+        if best is None:
+            low, level, step = level, level * (1 + step), step * 2
+    for _ in range(6 if best is not None else 0):
+        middle = (low + level) / 2
+        found = _fill(key_tiles, between, rest, free, middle)
+        if found is None:
+            low = middle
+        else:
+            level, best = middle, found
+    return None if best is None else _with_parts(lists, best, key_tiles, tiles)
+
+
+def _least(between: float) -> int:
+    """Key tiles of a part: fewer take less time than to begin and end one."""
+    return max(1, round(between))
 
 
 Part = tuple[int, int, int, int]  # program, query tile, from key tile to key tile
@@ -166,7 +219,7 @@ def _fill(
 ) -> list[Part] | None:
     """Deal out query tiles so that no list is longer than the level, broken where they do not fit; None
     if they do not fit at all. free: when which program is."""
-    least = max(1, round(between))  # key tiles of a part
+    least = _least(between)
     free = list(free)
     parts: list[Part] = []
     for t in rest:
@@ -207,10 +260,26 @@ def _with_parts(
     return Agenda(table, *tables)
 
 
-def _table(lists: list[list[int]], none: int) -> Tensor:
-    turns = max(map(len, lists)) + 1
-    columns = [mine + [none] * (turns - len(mine)) for mine in lists]
-    return torch.tensor(columns, dtype=torch.int32, device="cpu").T.contiguous()
+def _table(
+    lists: list[list[int]], none: int, times: int = 1, step: int = 0, last: list[list[int]] | None = None
+) -> Tensor:
+    """Lists as columns: each so many times, a step further on each time, and then the last ones."""
+    if last is None:
+        last = [[] for _ in lists]
+    turns = 1 + max(times * len(mine) + len(rest) for mine, rest in zip(lists, last, strict=True))
+    if times > 1:
+        columns = torch.full((len(lists), turns), none, dtype=torch.int32, device="cpu")
+        further = torch.arange(times, dtype=torch.int32, device="cpu")[:, None] * step
+        for column, mine, rest in zip(columns, lists, last, strict=True):
+            repeated = (torch.tensor(mine, dtype=torch.int32, device="cpu") + further).flatten()
+            column[: len(repeated)] = repeated
+            stop = len(repeated) + len(rest)
+            column[len(repeated) : stop] = torch.tensor(rest, dtype=torch.int32, device="cpu")
+    else:
+        whole = [mine + rest for mine, rest in zip(lists, last, strict=True)]
+        padded = [mine + [none] * (turns - len(mine)) for mine in whole]
+        columns = torch.tensor(padded, dtype=torch.int32, device="cpu")
+    return columns.T.contiguous()
 
 
 def heads_together(spec: AttentionSpec) -> int:

@@ -12,7 +12,14 @@ from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tilewise import mask, schedule
-from tilewise.backends.hopper.agenda import Agenda, agenda, capturing, heads_together
+from tilewise.backends.hopper.agenda import (
+    Agenda,
+    agenda,
+    capture,
+    capturing,
+    heads_together,
+    when_forgotten,
+)
 from tilewise.backends.hopper.join import join_kernel, plan_join, room_for_parts
 from tilewise.backends.relaunch import Relaunch
 from tilewise.backends.triton.launch import lengths, on_device, score_factors, strides
@@ -92,10 +99,18 @@ def plan_forward(spec: AttentionSpec) -> Plan:
     return Plan(tile, blocks, lists, Relaunch(programs, arguments, options), join)
 
 
+when_forgotten.append(plan_forward.cache_clear)
+
+
 def launch_forward(kernel: Any, spec: AttentionSpec, x: Inputs, out: Tensor, lse: Tensor) -> None:
     """Fill out and lse."""
     # What is planned while a graph is recorded may be second best, and is not kept.
-    plan = (plan_forward.__wrapped__ if capturing(spec.device) else plan_forward)(spec)
+    if capturing(spec.device):
+        plan = plan_forward.__wrapped__(spec)
+        if plan.agenda is not None:
+            capture(plan.agenda)
+    else:
+        plan = plan_forward(spec)
     if spec.max_seqlen_k == 0:
         out.zero_()
         lse.fill_(-math.inf)
