@@ -54,6 +54,12 @@ def test_every_tile_is_on_one_list_once(length: int, programs: int):
     assert found == list(range(16 * -(-length // 128)))
 
 
+@pytest.mark.parametrize("length", [1, 128])
+def test_a_mask_that_leaves_tiles_equal_needs_none(length: int):
+    """Every program then takes each tile of its turns once, as without a mask."""
+    assert agenda(spec_of(length), 128, 128, PROGRAMS) is None
+
+
 def test_without_a_mask_there_is_none():
     assert agenda(spec_of(causal=False), 128, 128, PROGRAMS) is None
 

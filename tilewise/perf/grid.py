@@ -94,12 +94,11 @@ def _plain(axes: Axes, dtype: str, head_dim: int, causal: bool, seqlen: int) -> 
     kv_heads = axes.kv_heads or heads
     if heads % kv_heads:
         raise BadRequest(f"--kv-heads: got {kv_heads}; allowed is a divisor of the {heads} query heads")
-    if head_dim > MAX_HEAD_DIM:
-        raise BadRequest(f"--head-dim: got {head_dim}; allowed is 1 to {MAX_HEAD_DIM}")
     batch = max(1, axes.tokens // seqlen)
     head_dim_v = axes.head_dim_v or head_dim
-    if head_dim_v > MAX_HEAD_DIM:
-        raise BadRequest(f"--head-dim-v: got {head_dim_v}; allowed is 1 to {MAX_HEAD_DIM}")
+    for option, value in (("--head-dim", head_dim), ("--head-dim-v", head_dim_v)):
+        if value > MAX_HEAD_DIM:
+            raise BadRequest(f"{option}: got {value}; allowed is 1 to {MAX_HEAD_DIM}")
     return Problem(batch, seqlen, heads, kv_heads, head_dim, head_dim_v, dtype, causal)
 
 

@@ -9,6 +9,7 @@ leave programs waiting for the last ones, some are broken into parts, each with 
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
@@ -62,10 +63,9 @@ def capture(found: Agenda) -> None:
 
 def forget() -> None:
     """Drop all lists but captured ones, once no kernel on any stream can still read them."""
-    if torch.cuda.is_available():
-        for device in {place[-1] for place in _kept}:
-            if isinstance(device, torch.device) and device.type == "cuda":
-                torch.cuda.synchronize(device)
+    for device in {place[-1] for place in _kept}:
+        if isinstance(device, torch.device) and device.type == "cuda":
+            torch.cuda.synchronize(device)
     _kept.clear()
     for clear in when_forgotten:
         clear()
@@ -118,7 +118,7 @@ def plan(
     joining = max(joining, schedule.WORTH_BREAKING * mean)
     if longest - mean > joining:
         order = iter(range(len(costs) * heads)) if equal else _order(costs, heads, together)
-        broken = _deal_parts(key_tiles, between, heads, order, programs, longest - joining)
+        broken = _deal_parts(key_tiles, between, heads, order, programs, mean, longest - joining)
         if broken is not None and broken.parts is not None:
             return broken
     return whole
@@ -136,11 +136,11 @@ def _deal_evenly(
         some = together * triton.cdiv(schedule.DEALT_AT_ONCE, together * len(costs))
         some = min(some, heads)
         times = heads // some
-        lists, free = _deal(costs, _order(costs, some, together), [(0.0, p) for p in range(programs)])
+        lists, free, _ = _deal(costs, _order(costs, some, together), [(0.0, p) for p in range(programs)])
         rest = [head * len(costs) for head in (some * times, heads)]
         free = [(at * times, p) for at, p in free]
         order = (rest[0] + t for t in _order(costs, heads - some * times, together))
-        last, free = _deal(costs, order, free)
+        last, free, _ = _deal(costs, order, free)
         longest = max(free)[0]
         if together >= heads or longest <= schedule.EVEN_ENOUGH * mean:
             table = _table(lists, rest[1], times, some * len(costs), last)
@@ -149,16 +149,24 @@ def _deal_evenly(
 
 
 def _deal(
-    costs: tuple[float, ...], order: Iterable[int], free: list[tuple[float, int]]
-) -> tuple[list[list[int]], list[tuple[float, int]]]:
-    """Each program's list, if the next tile goes to whoever is free first; and when they are then."""
+    costs: tuple[float, ...],
+    order: Iterable[int],
+    free: list[tuple[float, int]],
+    level: float = math.inf,
+) -> tuple[list[list[int]], list[tuple[float, int]], list[int]]:
+    """Each program's list, if the next tile goes to whoever is free first, and when they are then. The
+    first tile that would end beyond the level is left, and all after it."""
     lists: list[list[int]] = [[] for _ in free]
     heapq.heapify(free)
-    for t in order:
+    tiles = iter(order)
+    for t in tiles:
         at, p = free[0]
+        end = at + costs[t % len(costs)]
+        if end > level:
+            return lists, free, [t, *tiles]
         lists[p].append(t)
-        heapq.heapreplace(free, (at + costs[t % len(costs)], p))
-    return lists, free
+        heapq.heapreplace(free, (end, p))
+    return lists, free, []
 
 
 def _deal_parts(
@@ -167,23 +175,15 @@ def _deal_parts(
     heads: int,
     order: Iterator[int],
     programs: int,
+    mean: float,
     limit: float,
 ) -> Agenda | None:
-    """Lists as short as they get if the last tiles are broken; None if not shorter than the limit."""
-    tiles = len(key_tiles) * heads
-    mean = (sum(key_tiles) + between * len(key_tiles)) * heads / programs
-    # Up to this level all tiles stay whole, however high it will have to be.
-    lists: list[list[int]] = [[] for _ in range(programs)]
-    free = [(0.0, p) for p in range(programs)]
-    rest: list[int] = []
-    for t in order:
-        at, p = free[0]
-        cost = key_tiles[t % len(key_tiles)] + between
-        if rest or at + cost > mean:
-            rest.append(t)
-            continue
-        lists[p].append(t)
-        heapq.heapreplace(free, (at + cost, p))
+    """Lists as short as they get if the last tiles are broken; None if not shorter than the limit.
+
+    mean: of the lists. Up to there all tiles stay whole, however long the longest will be.
+    """
+    costs = tuple(n + between for n in key_tiles)
+    lists, free, rest = _deal(costs, order, [(0.0, p) for p in range(programs)], mean)
     # The lowest level that is enough: up in growing steps, then between the last two.
     least = min(_least(between), *key_tiles)
     low = max(mean, between + least)
@@ -199,7 +199,7 @@ def _deal_parts(
             low = middle
         else:
             level, best = middle, found
-    return None if best is None else _with_parts(lists, best, key_tiles, tiles)
+    return None if best is None else _with_parts(lists, best, key_tiles, len(key_tiles) * heads)
 
 
 def _least(between: float) -> int:
