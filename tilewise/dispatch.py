@@ -19,7 +19,7 @@ from typing import Literal
 import torch
 
 from tilewise.errors import UnsupportedError
-from tilewise.spec import MAX_HEAD_DIM, AttentionSpec
+from tilewise.spec import AttentionSpec
 
 Direction = Literal["forward", "backward"]
 
@@ -64,7 +64,6 @@ class Kernel:
     backward: frozenset[str]
     unavailable: Callable[[torch.device], str | None]  # why it cannot run there, None if it can
     reserved: str | None = None  # why algorithm="auto" passes it over
-    largest_backward: int = MAX_HEAD_DIM  # head dim, of either kind, that its backward takes
 
     @property
     def name(self) -> str:
@@ -82,9 +81,6 @@ class Kernel:
         supported = getattr(self, direction)
         if not supported:
             return f"has no {direction}"
-        largest = max(spec.head_dim, spec.head_dim_v)
-        if direction == "backward" and largest > self.largest_backward:
-            return f"no backward with head dims above {self.largest_backward}"
         missing = (spec.features | extra) - supported
         if missing:
             return f"no {direction} with " + ", ".join(
@@ -139,7 +135,6 @@ KERNELS: tuple[Kernel, ...] = (
         _HOPPER,
         _HOPPER - {"deterministic"},
         _hopper,
-        largest_backward=128,
     ),
     Kernel("triton", "fa2", "tilewise.backends.triton.fa2", _TRITON, _TRITON, _triton),
     Kernel("cpu", "fa1", "tilewise.backends.cpu.fa1", _ALL, _ALL, _cpu, _TEACHING),

@@ -168,27 +168,35 @@ class HopperBackwardTile(NamedTuple):
     """The Hopper backward's tile, and how many of each buffer there are."""
 
     q: int  # queries
-    k: int  # keys, half of them each consumer's
+    k: int  # keys: 128, half of them each consumer's, or 64 of both
     stages: int  # of the ring of Q and dO
     ds_stages: int  # of the buffer through which consumers exchange dS
+    p_stages: int = 0  # of that for P, where both have the same keys
     kv_in_registers: bool = False  # as operands of the products with Q and dO
     registers: int = 240  # of a consumer's thread while it computes
     maxnreg: int = 168  # of every thread at launch
 
 
 # (largest head dim it serves, softcap) -> tile of the backward. Softcap takes more registers than 128
-# queries at a time leave.
+# queries at a time leave. 192 is for one head dim above 128, which leaves room for a third stage.
 _HOPPER_BACKWARD: dict[tuple[int, bool], HopperBackwardTile] = {
     (64, False): HopperBackwardTile(128, 128, 3, 2),
     (64, True): HopperBackwardTile(64, 128, 4, 4, kv_in_registers=True),
     (128, False): HopperBackwardTile(64, 128, 3, 3),
     (128, True): HopperBackwardTile(64, 128, 3, 3),
+    (192, False): HopperBackwardTile(64, 64, 3, 2, p_stages=2),
+    (192, True): HopperBackwardTile(64, 64, 3, 2, p_stages=2),
+    (256, False): HopperBackwardTile(64, 64, 2, 2, p_stages=2),
+    (256, True): HopperBackwardTile(64, 64, 2, 2, p_stages=2),
 }
 
 
 def hopper_backward_tile(spec: AttentionSpec) -> HopperBackwardTile:
     """The tile of the Hopper backward."""
-    dim = 64 if max(spec.head_dim, spec.head_dim_v) <= 64 else 128
+    smaller, larger = sorted((spec.head_dim, spec.head_dim_v))
+    dim = next(dim for dim in (64, 128, 256) if larger <= dim)
+    if smaller <= 128 < larger:
+        dim = 192
     return _HOPPER_BACKWARD[dim, spec.softcap is not None]
 
 

@@ -13,7 +13,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from tilewise import mask, schedule
 from tilewise.backends.hopper.agenda import heads_together
 from tilewise.backends.hopper.around import Space
-from tilewise.backends.hopper.launch import block_columns, descriptor, for_tma
+from tilewise.backends.hopper.launch import ROWS, block_columns, descriptor, for_tma
 from tilewise.backends.relaunch import Relaunch
 from tilewise.backends.triton.launch import lengths, on_device, score_factors, strides
 from tilewise.ops import Gradients
@@ -55,6 +55,7 @@ def plan_backward(spec: AttentionSpec, of_head: int, of_entry: int) -> Plan:
         "TILE_K": tile.k,
         "STAGES": tile.stages,
         "DS_STAGES": tile.ds_stages,
+        "P_STAGES": tile.p_stages,
         "KV_IN_REGISTERS": tile.kv_in_registers,
         "RAGGED": spec.ragged,
         "REGISTERS": tile.registers,
@@ -87,12 +88,11 @@ def launch_backward(
     q, k, v, dout = (for_tma(spec, t) for t in (x.q, x.k, x.v, dout))
     flat = gl.NVMMASharedLayout(0, 32, rank=1)
     block_d, block_dv = plan.blocks
-    part = plan.tile.k // CONSUMERS
     with on_device(spec.device):
         plan.launch(
             kernel,
-            descriptor(spec, k, seen_k, (part, block_d)),
-            descriptor(spec, v, seen_k, (part, block_dv)),
+            descriptor(spec, k, seen_k, (ROWS, block_d)),
+            descriptor(spec, v, seen_k, (ROWS, block_dv)),
             descriptor(spec, q, seen_q, (plan.tile.q, block_d)),
             descriptor(spec, dout, seen_q, (plan.tile.q, block_dv)),
             TensorDescriptor(lse_rows, [lse_rows.numel()], [1], [plan.tile.q], flat),

@@ -1,0 +1,206 @@
+"""What both shapes of the Hopper backward share: its producer, masks, dQ, and the walk over queries.
+
+In all of it ``shared`` is what lies in shared memory: the ring of Q; what comes with it, dO and the row
+statistics; what comes once, K and V and their barrier, in parts of 64 keys; the ring through which
+consumers exchange dS; and where dQ goes.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma
+
+from tilewise.backends.hopper.launch_backward import CONSUMERS as _CONSUMERS
+from tilewise.backends.hopper.tile import query_range
+from tilewise.gluon.compat import label, label_stages, tma_load
+from tilewise.gluon.ragged import coordinates
+from tilewise.gluon.ring import make_ring
+
+CONSUMERS = gl.constexpr(_CONSUMERS)
+
+
+@gluon.jit
+def make_buffers(
+    DTYPE: gl.constexpr,
+    statistics: gl.constexpr,
+    TILE_Q: gl.constexpr,
+    TILE_K: gl.constexpr,
+    BLOCK_D: gl.constexpr,
+    BLOCK_DV: gl.constexpr,
+    STAGES: gl.constexpr,
+    DS_STAGES: gl.constexpr,
+):
+    """The first four of ``shared``. statistics: layout of the row statistics."""
+    ROWS: gl.constexpr = 64
+    PARTS: gl.constexpr = TILE_K // ROWS
+    queries_d: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE_Q, BLOCK_D], DTYPE)
+    queries_dv: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE_Q, BLOCK_DV], DTYPE)
+    keys_d: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_D], DTYPE)
+    keys_dv: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_DV], DTYPE)
+    keys_queries: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, TILE_Q], DTYPE)
+    ring = make_ring("Q", DTYPE, [TILE_Q, BLOCK_D], queries_d, STAGES, CONSUMERS)
+    dout_s = gl.allocate_shared_memory(DTYPE, [STAGES, TILE_Q, BLOCK_DV], queries_dv)
+    lse_s = gl.allocate_shared_memory(gl.float32, [STAGES, TILE_Q], statistics)
+    minus_delta_s = gl.allocate_shared_memory(gl.float32, [STAGES, TILE_Q], statistics)
+    k_s = gl.allocate_shared_memory(DTYPE, [PARTS, ROWS, BLOCK_D], keys_d)
+    v_s = gl.allocate_shared_memory(DTYPE, [PARTS, ROWS, BLOCK_DV], keys_dv)
+    kv_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(kv_full, count=1)
+    ds_ring = make_ring("dS", DTYPE, [ROWS, TILE_Q], keys_queries, DS_STAGES, CONSUMERS, PARTS, PARTS)
+    label_stages(dout_s, "dO")
+    label_stages(lse_s, "lse")
+    label_stages(minus_delta_s, "-delta")
+    label_stages(k_s, "K")
+    label_stages(v_s, "V")
+    label(kv_full, "K and V there")
+    return ring, (dout_s, lse_s, minus_delta_s), (k_s, v_s, kv_full), ds_ring
+
+
+@gluon.jit
+def produce(inputs, ring, beside, once, tile, runs, problem, rows_of_head, RAGGED: gl.constexpr):
+    """The producer: K and V once, then Q and dO with their log-sum-exps and negated deltas."""
+    k_desc, v_desc, q_desc, dout_desc, lse_desc, minus_delta_desc = inputs
+    dout_s, lse_s, minus_delta_s = beside
+    k_s, v_s, kv_full = once
+    b, kv_head, k_start, start_q, seqlen_q, start_k, seqlen_k, seen_k, seen_q, pad = tile
+    group = problem[2][1]
+    entry_q, entry_k = problem[1][4], problem[1][5]
+    TILE_Q: gl.constexpr = ring.buffer.shape[1]
+    PARTS: gl.constexpr = k_s.shape[0]
+    ROWS: gl.constexpr = k_s.shape[1]
+    count = runs[3] - runs[0]
+    if count > 0:
+        mbarrier.expect(kv_full, PARTS * (k_desc.block_type.nbytes + v_desc.block_type.nbytes))
+        for w in gl.static_range(PARTS):
+            row = k_start + w * ROWS
+            at = coordinates(b, kv_head, start_k, row, 0, seen_k, entry_k, RAGGED)
+            tma_load(k_desc, at, kv_full, k_s.index(w))
+            tma_load(v_desc, at, kv_full, v_s.index(w))
+    nbytes: gl.constexpr = (
+        q_desc.block_type.nbytes
+        + dout_desc.block_type.nbytes
+        + lse_desc.block_type.nbytes
+        + minus_delta_desc.block_type.nbytes
+    )
+    for step in range(count * group):
+        head = kv_head * group + step // count
+        row = (runs[0] + step % count) * TILE_Q
+        at = coordinates(b, head, start_q, row, 0, seen_q, entry_q, RAGGED)
+        statistic = head * rows_of_head + pad + row
+        ring.acquire(step, nbytes)
+        ring.load(step, q_desc, at)
+        load_beside(ring, step, dout_desc, at, dout_s)
+        load_beside(ring, step, lse_desc, [statistic], lse_s)
+        load_beside(ring, step, minus_delta_desc, [statistic], minus_delta_s)
+
+
+@gluon.jit
+def load_beside(ring, step, desc, at, buffer):
+    """Load into the stage of a buffer for which the ring's barriers stand as well."""
+    st = step % ring.stages
+    tma_load(desc, at, ring.full.index(st), buffer.index(st))
+
+
+@gluon.jit
+def first_query_tile(tile, runs, problem, shared):
+    """The first query tile of the first head, and its first row in the space of ``around``."""
+    rows_of_head = shared[4][1]
+    TILE_Q: gl.constexpr = shared[0].buffer.shape[1]
+    return runs[0], tile[1] * problem[2][1] * rows_of_head + tile[9] + runs[0] * TILE_Q
+
+
+@gluon.jit
+def next_query_tile(n, row, runs, shared):
+    """The query tile after n, which begins with a row: of the same head, or the first of the next."""
+    rows_of_head = shared[4][1]
+    TILE_Q: gl.constexpr = shared[0].buffer.shape[1]
+    n += 1
+    row += TILE_Q
+    if n == runs[3]:
+        n = runs[0]
+        row += rows_of_head - (runs[3] - runs[0]) * TILE_Q
+    return n, row
+
+
+@gluon.jit
+def masked(p, n, part, tile, runs, problem, TILE_K: gl.constexpr):
+    """Weights of query tile n with 0 where a query does not see a key of a part of the key tile."""
+    ROWS: gl.constexpr = p.shape[0]
+    TILE_Q: gl.constexpr = p.shape[1]
+    k_start, seen_k = tile[2], tile[7]
+    whole = k_start + TILE_K <= seen_k
+    if (n < runs[1]) | (n >= runs[2]) | (not whole):
+        # As bounds of a key: a thread has two keys, but a quarter of the queries.
+        layout: gl.constexpr = p.type.layout
+        j = k_start + part * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+        i = n * TILE_Q + gl.arange(0, TILE_Q, gl.SliceLayout(0, layout))
+        first, stop = query_range(j, tile, problem)
+        seen = i[None, :] < stop[:, None]
+        if problem[3][1] is not None:
+            seen &= i[None, :] >= first[:, None]
+        p = gl.where(seen, p, 0.0)
+    return p
+
+
+@gluon.jit
+def spread_over_keys(x, scale, ROWS: gl.constexpr, layout: gl.constexpr):
+    """One number per query, for every key, as the beginning of an accumulator.
+
+    Zeros that a compiler cannot know to be zeros are added. Else two keys' numbers would be one register
+    until the product needs two: that is when none may be written, and it would wait for the one before.
+    """
+    keys = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    zeros = keys.to(gl.float32) * (scale * 0.0)
+    return x[None, :] + zeros[:, None]
+
+
+@gluon.jit
+def afresh(step):
+    """0, but not for all a compiler knows: addresses made with it are computed in every step, which is
+    cheaper than to keep those of all products in registers."""
+    return step >> 30
+
+
+@gluon.jit
+def start_dq(W: gl.constexpr, step, shared):
+    """Consumer W's part of the dQ tile of a step, under way: half of its columns, or of 128 queries."""
+    ring, beside, once, ds_ring, dq_rows = shared
+    k_s = once[0]
+    TILE_Q: gl.constexpr = ring.buffer.shape[1]
+    COLUMNS: gl.constexpr = k_s.shape[2] * TILE_Q // (64 * CONSUMERS)
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    dq = gl.zeros([64, COLUMNS], gl.float32, layout)
+    for w in gl.static_range(ds_ring.parts):
+        ds, k = ds_ring.stage(step, w).permute((1, 0)), k_s.index(w + afresh(step))
+        if TILE_Q > 64:
+            ds = ds.slice(W * 64, 64)
+        else:
+            k = k.slice(W * COLUMNS, COLUMNS, 1)
+        dq = warpgroup_mma(ds, k, dq, use_acc=w > 0, is_async=True)
+    return dq
+
+
+@gluon.jit
+def add_dq(W: gl.constexpr, dq, row, shared):
+    """Add consumer W's part of the dQ tile that begins with a row to the accumulator."""
+    ring, beside, once, ds_ring, dq_rows = shared
+    TILE_Q: gl.constexpr = ring.buffer.shape[1]
+    BLOCK_D: gl.constexpr = once[0].shape[2]
+    dq = in_fragments(dq)
+    layout: gl.constexpr = dq.type.layout
+    base = dq_rows[0] + (row.to(gl.int64) * BLOCK_D + W * (TILE_Q * BLOCK_D // CONSUMERS))
+    r = gl.arange(0, dq.shape[0], gl.SliceLayout(1, layout)) * 256
+    c = gl.arange(0, 256, gl.SliceLayout(0, layout))
+    gl.atomic_add(base + (r[:, None] + c[None, :]), dq, sem="relaxed")
+
+
+@gluon.jit
+def in_fragments(dq):
+    """64 rows of dQ in the order in which threads hold it: four numbers of a thread are neighbours.
+
+    ``around.finish_kernel`` knows the order.
+    """
+    COLUMNS: gl.constexpr = dq.shape[1]
+    parts = dq.reshape([4, 2, 8, COLUMNS // 8, 4, 2])
+    return parts.permute([3, 0, 2, 4, 1, 5]).reshape([COLUMNS // 4, 256])
