@@ -73,6 +73,7 @@ def consume(
     ROWS: gl.constexpr = k_s.shape[1]
     BLOCK_D: gl.constexpr = k_s.shape[2]
     BLOCK_DV: gl.constexpr = v_s.shape[2]
+    DQ_COLUMNS: gl.constexpr = BLOCK_D * TILE_Q // (64 * CONSUMERS)
     dk_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     dv_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_DV, 16])
     dk = gl.zeros([ROWS, BLOCK_D], gl.float32, dk_layout)
@@ -95,7 +96,7 @@ def consume(
             state = (dk, dv)
             dk, dv = visit(W, step, n, before, keys, state, shared, tile, runs, problem, factors, False)
         ds_ring.wait_full(steps - 1)
-        dq = warpgroup_mma_wait(0, [start_dq(W, steps - 1, shared)])
+        dq = warpgroup_mma_wait(0, [start_dq(W, steps - 1, shared, DQ_COLUMNS)])
         add_dq(W, dq, row, shared)
     rows = (b, kv_head, start_k, k_start + W * ROWS, seen_k)
     store_rows(dk * factors[2], results[0], rows)
@@ -132,6 +133,7 @@ def visit(
     DTYPE: gl.constexpr = ring.buffer.dtype
     TILE_Q: gl.constexpr = ring.buffer.shape[1]
     ROWS: gl.constexpr = once[0].shape[1]
+    DQ_COLUMNS: gl.constexpr = once[0].shape[2] * TILE_Q // (64 * CONSUMERS)
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE_Q, 16])
     per_query: gl.constexpr = gl.SliceLayout(0, scores)
     no_scores = gl.zeros([ROWS, TILE_Q], gl.float32, scores)
@@ -163,7 +165,7 @@ def visit(
         dk_token = warpgroup_mma(ds_left, q, dk, is_async=True)
         dv, dk = warpgroup_mma_wait(0, [dv_token, dk_token])
     else:
-        dq_token = start_dq(W, step - 1, shared)
+        dq_token = start_dq(W, step - 1, shared, DQ_COLUMNS)
         dk_token = warpgroup_mma(ds_left, q, dk, is_async=True)
         dv, dq = warpgroup_mma_wait(1, [dv_token, dq_token])
         ds_ring.release(step - 1)
@@ -217,6 +219,8 @@ def backward_kernel(
     rows_of_entry,
     BLOCK_D: gl.constexpr,
     BLOCK_DV: gl.constexpr,
+    FILLED_D: gl.constexpr,
+    FILLED_DV: gl.constexpr,
     TILE_Q: gl.constexpr,
     TILE_K: gl.constexpr,
     STAGES: gl.constexpr,
@@ -242,12 +246,13 @@ def backward_kernel(
     factors = (scale, softcap, gradient_scale)
     shared = (ring, beside, once, ds_ring, (dq_ptr, rows_of_head))
     if P_STAGES > 0:
+        work = (tile, runs, problem)
         scores: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE_K, TILE_Q], DTYPE)
         p_ring = make_ring("P", DTYPE, [TILE_K, TILE_Q], scores, P_STAGES, consumers=1)
         gl.warp_specialize(
             [
-                (weigh, (dv_to, shared, p_ring, tile, runs, problem, factors)),
-                (differentiate, (dk_to, shared, p_ring, tile, runs, problem, factors)),
+                (weigh, (dv_to, shared, p_ring, work, factors, FILLED_D, FILLED_DV)),
+                (differentiate, (dk_to, shared, p_ring, work, factors, FILLED_D, FILLED_DV)),
                 (produce, (inputs, ring, beside, once, tile, runs, problem, rows_of_head, RAGGED)),
             ],
             [4, 1],

@@ -163,12 +163,15 @@ def afresh(step):
 
 
 @gluon.jit
-def start_dq(W: gl.constexpr, step, shared):
-    """Consumer W's part of the dQ tile of a step, under way: half of its columns, or of 128 queries."""
+def start_dq(W: gl.constexpr, step, shared, COLUMNS: gl.constexpr):
+    """Consumer W's part of the dQ tile of a step, under way: half of its columns, or of 128 queries.
+
+    COLUMNS: of that part. Those at the end that are zeros may be left out.
+    """
     ring, beside, once, ds_ring, dq_rows = shared
     k_s = once[0]
     TILE_Q: gl.constexpr = ring.buffer.shape[1]
-    COLUMNS: gl.constexpr = k_s.shape[2] * TILE_Q // (64 * CONSUMERS)
+    HALF: gl.constexpr = k_s.shape[2] // CONSUMERS
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     dq = gl.zeros([64, COLUMNS], gl.float32, layout)
     for w in gl.static_range(ds_ring.parts):
@@ -176,7 +179,7 @@ def start_dq(W: gl.constexpr, step, shared):
         if TILE_Q > 64:
             ds = ds.slice(W * 64, 64)
         else:
-            k = k.slice(W * COLUMNS, COLUMNS, 1)
+            k = k.slice(W * HALF, COLUMNS, 1)
         dq = warpgroup_mma(ds, k, dq, use_acc=w > 0, is_async=True)
     return dq
 

@@ -30,6 +30,12 @@ class Plan(NamedTuple):
     launch: Relaunch
 
 
+def _filled(head_dim: int) -> int:
+    """Columns of a tile that take part in the wide products: the last quarter may be all zeros."""
+    block = block_columns(head_dim)
+    return block * 3 // 4 if 128 < head_dim <= block * 3 // 4 else block
+
+
 @lru_cache(maxsize=1024)
 def plan_backward(spec: AttentionSpec, of_head: int, of_entry: int) -> Plan:
     """Tile, number of programs and scalar arguments for a spec. of_head, of_entry: see ``Space``."""
@@ -51,6 +57,8 @@ def plan_backward(spec: AttentionSpec, of_head: int, of_entry: int) -> Plan:
         "rows_of_entry": of_entry,
         "BLOCK_D": block_d,
         "BLOCK_DV": block_dv,
+        "FILLED_D": _filled(spec.head_dim),
+        "FILLED_DV": _filled(spec.head_dim_v),
         "TILE_Q": tile.q,
         "TILE_K": tile.k,
         "STAGES": tile.stages,
