@@ -110,7 +110,7 @@ def test_packed_and_used_lengths(dims, sim_seeds: range, monkeypatch: pytest.Mon
 
 SIZE = Size(
     lengths=(129, 1, 2, 3, 17, 64, 97, 127, 200, 259),
-    head_dims=(64, 128, 16, 40, 96, 111),
+    head_dims=(64, 128, 16, 40, 96, 111, 136, 192, 256),
     sequences=(1, 2, 0, 3),
     heads_kv=(1, 2),
     groups=(1, 2, 3),

@@ -12,7 +12,8 @@ Each has in registers what its last product takes from the left, and works as mu
 the head dims. P^T goes from the first to the second through shared memory, in the inputs' dtype, as
 plain PyTorch has it; with softcap the slope is in it already, for dV takes the weights from registers.
 dS^T goes there for dQ, of whose columns each computes half: the first a query tile late, so that it
-never waits for dS of the weights it has just handed over.
+never waits for dS of the weights it has just handed over. Both begin dQ before their own gradient, under
+which it is then added to memory.
 """
 
 from __future__ import annotations
@@ -182,18 +183,18 @@ def visit_weights(
     p_ring.wait_empty(step)
     p_ring.stage(step).store(p.to(DTYPE))
     p_ring.hand_over(step)
-    left_token, right_token = start_gradient(weights, dout_s.index(st), dv)
     if FIRST:
+        left_token, right_token = start_gradient(weights, dout_s.index(st), dv)
         left, right = warpgroup_mma_wait(0, [left_token, right_token])
-        ring.release(step)
     else:
         ds_ring.wait_full(step - 1)
         dq_token = start_dq(0, step - 1, shared, DQ_COLUMNS)
-        left, right = warpgroup_mma_wait(1, [left_token, right_token])
-        ring.release(step)
-        dq = warpgroup_mma_wait(0, [dq_token])
+        left_token, right_token = start_gradient(weights, dout_s.index(st), dv)
+        dq = warpgroup_mma_wait(2, [dq_token])
         ds_ring.release(step - 1)
         add_dq(0, dq, before, shared)
+        left, right = warpgroup_mma_wait(0, [left_token, right_token])
+    ring.release(step)
     return left, right
 
 
@@ -220,12 +221,12 @@ def visit_gradients(step, row, dk, shared, p_ring, factors, FILLED_DV: gl.conste
     ds_ring.stage(step).store(ds)
     ds_ring.hand_over(step)
     p_ring.release(step)
-    left_token, right_token = start_gradient(ds, q, dk)
     ds_ring.wait_full(step)
     dq_token = start_dq(1, step, shared, DQ_COLUMNS)
-    left, right = warpgroup_mma_wait(1, [left_token, right_token])
-    ring.release(step)
-    dq = warpgroup_mma_wait(0, [dq_token])
+    left_token, right_token = start_gradient(ds, q, dk)
+    dq = warpgroup_mma_wait(2, [dq_token])
     ds_ring.release(step)
     add_dq(1, dq, row, shared)
+    left, right = warpgroup_mma_wait(0, [left_token, right_token])
+    ring.release(step)
     return left, right
