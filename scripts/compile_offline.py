@@ -132,6 +132,7 @@ KNOWN_SPILLS = {
     "d256-broken-fp16-causal": 2,
     "d256-causal": 2,
     "d256-fp16-causal": 3,
+    "d256-softcap-backward": 9,
     "d256-window": 56,
     "d64-broken-causal": 110,
     "d64-broken-fp16-causal": 45,

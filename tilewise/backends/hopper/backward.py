@@ -73,7 +73,6 @@ def consume(
     ROWS: gl.constexpr = k_s.shape[1]
     BLOCK_D: gl.constexpr = k_s.shape[2]
     BLOCK_DV: gl.constexpr = v_s.shape[2]
-    DQ_COLUMNS: gl.constexpr = BLOCK_D * TILE_Q // (64 * CONSUMERS)
     dk_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     dv_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_DV, 16])
     dk = gl.zeros([ROWS, BLOCK_D], gl.float32, dk_layout)
@@ -96,8 +95,8 @@ def consume(
             state = (dk, dv)
             dk, dv = visit(W, step, n, before, keys, state, shared, tile, runs, problem, factors, False)
         ds_ring.wait_full(steps - 1)
-        dq = warpgroup_mma_wait(0, [start_dq(W, steps - 1, shared, DQ_COLUMNS)])
-        add_dq(W, dq, row, shared)
+        dq = warpgroup_mma_wait(0, [start_my_dq(W, steps - 1, shared)])
+        add_my_dq(W, dq, row, shared)
     rows = (b, kv_head, start_k, k_start + W * ROWS, seen_k)
     store_rows(dk * factors[2], results[0], rows)
     store_rows(dv, results[1], rows)
@@ -133,7 +132,6 @@ def visit(
     DTYPE: gl.constexpr = ring.buffer.dtype
     TILE_Q: gl.constexpr = ring.buffer.shape[1]
     ROWS: gl.constexpr = once[0].shape[1]
-    DQ_COLUMNS: gl.constexpr = once[0].shape[2] * TILE_Q // (64 * CONSUMERS)
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE_Q, 16])
     per_query: gl.constexpr = gl.SliceLayout(0, scores)
     no_scores = gl.zeros([ROWS, TILE_Q], gl.float32, scores)
@@ -165,14 +163,36 @@ def visit(
         dk_token = warpgroup_mma(ds_left, q, dk, is_async=True)
         dv, dk = warpgroup_mma_wait(0, [dv_token, dk_token])
     else:
-        dq_token = start_dq(W, step - 1, shared, DQ_COLUMNS)
+        dq_token = start_my_dq(W, step - 1, shared)
         dk_token = warpgroup_mma(ds_left, q, dk, is_async=True)
         dv, dq = warpgroup_mma_wait(1, [dv_token, dq_token])
         ds_ring.release(step - 1)
-        add_dq(W, dq, before, shared)
+        add_my_dq(W, dq, before, shared)
         dk = warpgroup_mma_wait(0, [dk_token])
     ring.release(step)
     return dk, dv
+
+
+@gluon.jit
+def start_my_dq(W: gl.constexpr, step, shared):
+    """Consumer W's part of the dQ tile of a step, under way: half of its columns, or of 128 queries."""
+    TILE_Q: gl.constexpr = shared[0].buffer.shape[1]
+    BLOCK_D: gl.constexpr = shared[2][0].shape[2]
+    if TILE_Q > 64:
+        return start_dq(W * 64, 0, BLOCK_D, step, shared)
+    else:
+        return start_dq(0, W * BLOCK_D // CONSUMERS, BLOCK_D // CONSUMERS, step, shared)
+
+
+@gluon.jit
+def add_my_dq(W: gl.constexpr, dq, row, shared):
+    """Add that to the accumulator; the tile begins with a row."""
+    TILE_Q: gl.constexpr = shared[0].buffer.shape[1]
+    BLOCK_D: gl.constexpr = shared[2][0].shape[2]
+    if TILE_Q > 64:
+        add_dq(W * 64, 0, dq, row, shared)
+    else:
+        add_dq(0, W * BLOCK_D // CONSUMERS, dq, row, shared)
 
 
 @gluon.jit(

@@ -163,36 +163,25 @@ def afresh(step):
 
 
 @gluon.jit
-def start_dq(W: gl.constexpr, step, shared, COLUMNS: gl.constexpr):
-    """Consumer W's part of the dQ tile of a step, under way: half of its columns, or of 128 queries.
-
-    COLUMNS: of that part. Those at the end that are zeros may be left out.
-    """
+def start_dq(ROW: gl.constexpr, COLUMN: gl.constexpr, COLUMNS: gl.constexpr, step, shared):
+    """A part of the dQ tile of a step, under way: 64 rows from ROW on, COLUMNS from COLUMN on."""
     ring, beside, once, ds_ring, dq_rows = shared
-    k_s = once[0]
-    TILE_Q: gl.constexpr = ring.buffer.shape[1]
-    HALF: gl.constexpr = k_s.shape[2] // CONSUMERS
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     dq = gl.zeros([64, COLUMNS], gl.float32, layout)
     for w in gl.static_range(ds_ring.parts):
-        ds, k = ds_ring.stage(step, w).permute((1, 0)), k_s.index(w + afresh(step))
-        if TILE_Q > 64:
-            ds = ds.slice(W * 64, 64)
-        else:
-            k = k.slice(W * HALF, COLUMNS, 1)
+        ds, k = ds_ring.stage(step, w).permute((1, 0)), once[0].index(w + afresh(step))
+        ds, k = ds.slice(ROW, 64), k.slice(COLUMN, COLUMNS, 1)
         dq = warpgroup_mma(ds, k, dq, use_acc=w > 0, is_async=True)
     return dq
 
 
 @gluon.jit
-def add_dq(W: gl.constexpr, dq, row, shared):
-    """Add consumer W's part of the dQ tile that begins with a row to the accumulator."""
-    ring, beside, once, ds_ring, dq_rows = shared
-    TILE_Q: gl.constexpr = ring.buffer.shape[1]
-    BLOCK_D: gl.constexpr = once[0].shape[2]
+def add_dq(ROW: gl.constexpr, COLUMN: gl.constexpr, dq, row, shared):
+    """Add a part of the dQ tile that begins with a row to the accumulator."""
+    BLOCK_D: gl.constexpr = shared[2][0].shape[2]
     dq = in_fragments(dq)
     layout: gl.constexpr = dq.type.layout
-    base = dq_rows[0] + (row.to(gl.int64) * BLOCK_D + W * (TILE_Q * BLOCK_D // CONSUMERS))
+    base = shared[4][0] + (row.to(gl.int64) * BLOCK_D + (ROW * BLOCK_D + COLUMN * 64))
     r = gl.arange(0, dq.shape[0], gl.SliceLayout(1, layout)) * 256
     c = gl.arange(0, 256, gl.SliceLayout(0, layout))
     gl.atomic_add(base + (r[:, None] + c[None, :]), dq, sem="relaxed")

@@ -5,8 +5,9 @@ The key tile is one of 64 keys, of which one consumer keeps dV in registers, the
     the weighing one:         S^T = K Q^T, P^T = softmax(S^T);           dV += P^T dO
     the differentiating one:  dP^T = V dO^T, dS^T = P^T * (dP^T - delta); dK += dS^T Q
 
-Operands and gradients are taken in two halves of their columns, and the second one is a quarter where
-the rest would be zeros: 192 columns cost three quarters of 256, in products and in sums to memory.
+Where the last quarter of the columns would be zeros it takes no part: a half and a quarter then are
+products of their own, and 192 columns cost three quarters of 256, also in sums to memory. Gradients of
+all columns are one product each: in halves they take more registers than Triton 3.9's assembler has.
 
 Each has in registers what its last product takes from the left, and works as much as the other whatever
 the head dims. P^T goes from the first to the second through shared memory, in the inputs' dtype, as
@@ -51,25 +52,23 @@ def weigh(
     """Consumer 0: weights for both, dV, and the first half of every dQ tile's columns."""
     tile, runs, problem = work
     ring, beside, once, ds_ring, dq_rows = shared
-    left, right = no_gradient(once[1], FILLED_DV)
+    dv = no_gradient(once[1], FILLED_DV)
     steps = (runs[3] - runs[0]) * problem[2][1]
     DQ_COLUMNS: gl.constexpr = once[0].shape[2] // 2
     if steps > 0:
         mbarrier.wait(once[2], 0)
         n, row = first_query_tile(tile, runs, problem, shared)
         at = (0, n, row)
-        dv = (left, right)
-        left, right = visit_weights(at, dv, shared, p_ring, work, factors, FILLED_D, FIRST=True)
+        dv = visit_weights(at, dv, shared, p_ring, work, factors, FILLED_D, FIRST=True)
         for step in range(1, steps):
             before = row
             n, row = next_query_tile(n, row, runs, shared)
             at = (step, n, before)
-            dv = (left, right)
-            left, right = visit_weights(at, dv, shared, p_ring, work, factors, FILLED_D, FIRST=False)
+            dv = visit_weights(at, dv, shared, p_ring, work, factors, FILLED_D, FIRST=False)
         ds_ring.wait_full(steps - 1)
-        dq = warpgroup_mma_wait(0, [start_dq(0, steps - 1, shared, DQ_COLUMNS)])
-        add_dq(0, dq, row, shared)
-    store_halves(left, right, to, tile)
+        dq = warpgroup_mma_wait(0, [start_dq(0, 0, DQ_COLUMNS, steps - 1, shared)])
+        add_dq(0, 0, dq, row, shared)
+    store_gradient(dv, 1.0, to, tile)
 
 
 @gluon.jit
@@ -85,38 +84,43 @@ def differentiate(
     """Consumer 1: gradients of the scores, dK, and the second half of every dQ tile's columns."""
     tile, runs, problem = work
     ring, beside, once, ds_ring, dq_rows = shared
-    left, right = no_gradient(once[0], FILLED_D)
+    dk = no_gradient(once[0], FILLED_D)
     steps = (runs[3] - runs[0]) * problem[2][1]
     if steps > 0:
         mbarrier.wait(once[2], 0)
         n, row = first_query_tile(tile, runs, problem, shared)
         for step in range(steps):
-            dk = (left, right)
-            left, right = visit_gradients(step, row, dk, shared, p_ring, factors, FILLED_DV)
+            dk = visit_gradients(step, row, dk, shared, p_ring, factors, FILLED_D, FILLED_DV)
             n, row = next_query_tile(n, row, runs, shared)
-    store_halves(left * factors[2], right * factors[2], to, tile)
+    store_gradient(dk, factors[2], to, tile)
 
 
 @gluon.jit
 def no_gradient(like, FILLED: gl.constexpr):
-    """Zeros for the gradient of a key tile's K or V, in halves of its columns."""
+    """Zeros for the gradient of a key tile's K or V: all columns, or those of three quarters in two."""
     ROWS: gl.constexpr = like.shape[1]
-    HALF: gl.constexpr = like.shape[2] // 2
-    REST: gl.constexpr = FILLED - HALF
-    left_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
-    right_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, REST, 16])
-    left = gl.zeros([ROWS, HALF], gl.float32, left_layout)
-    return left, gl.zeros([ROWS, REST], gl.float32, right_layout)
+    COLUMNS: gl.constexpr = like.shape[2]
+    if FILLED == COLUMNS:
+        return (zeros(ROWS, COLUMNS),)
+    else:
+        return zeros(ROWS, COLUMNS // 2), zeros(ROWS, FILLED - COLUMNS // 2)
 
 
 @gluon.jit
-def store_halves(left, right, to, tile):
-    """Store both halves of the columns of a key tile's gradient."""
+def zeros(ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    return gl.zeros([ROWS, COLUMNS], gl.float32, layout)
+
+
+@gluon.jit
+def store_gradient(gradient, factor, to, tile):
+    """Store a key tile's gradient."""
     ptr, strides, columns = to
-    HALF: gl.constexpr = left.shape[1]
+    HALF: gl.constexpr = gradient[0].shape[1]
     rows = (tile[0], tile[1], tile[5], tile[2], tile[7])
-    store_rows(left, to, rows)
-    store_rows(right, (ptr + HALF, strides, columns - HALF), rows)
+    store_rows(gradient[0] * factor, to, rows)
+    if len(gradient) > 1:
+        store_rows(gradient[1] * factor, (ptr + HALF, strides, columns - HALF), rows)
 
 
 @gluon.jit
@@ -131,14 +135,57 @@ def start_scores(a, b, begin, FILLED: gl.constexpr, ADD: gl.constexpr):
 
 @gluon.jit
 def start_gradient(weights, x, gradient):
-    """gradient += weights x, of all its columns, under way."""
-    left, right = gradient
-    HALF: gl.constexpr = left.shape[1]
-    REST: gl.constexpr = right.shape[1]
-    for_left = gl.convert_layout(weights, gl.DotOperandLayout(0, left.type.layout, 2))
-    for_right = gl.convert_layout(weights, gl.DotOperandLayout(0, right.type.layout, 2))
-    left = warpgroup_mma(for_left, x.slice(0, HALF, 1), left, is_async=True)
-    return left, warpgroup_mma(for_right, x.slice(HALF, REST, 1), right, is_async=True)
+    """gradient += weights x, under way."""
+    HALF: gl.constexpr = gradient[0].shape[1]
+    left = start_columns(weights, x, gradient[0], 0)
+    if len(gradient) > 1:
+        return left, start_columns(weights, x, gradient[1], HALF)
+    else:
+        return (left,)
+
+
+@gluon.jit
+def start_columns(weights, x, gradient, FIRST: gl.constexpr):
+    """The same of columns from FIRST on."""
+    COLUMNS: gl.constexpr = gradient.shape[1]
+    weights = gl.convert_layout(weights, gl.DotOperandLayout(0, gradient.type.layout, 2))
+    return warpgroup_mma(weights, x.slice(FIRST, COLUMNS, 1), gradient, is_async=True)
+
+
+@gluon.jit
+def wait_for_gradient(gradient):
+    """The same when all products are done."""
+    if len(gradient) > 1:
+        left, right = warpgroup_mma_wait(0, [gradient[0], gradient[1]])
+        return left, right
+    else:
+        return (warpgroup_mma_wait(0, [gradient[0]]),)
+
+
+@gluon.jit
+def add_products(
+    COLUMN: gl.constexpr,
+    COLUMNS: gl.constexpr,
+    weights,
+    x,
+    gradient,
+    step,
+    row,
+    shared,
+):
+    """gradient += weights x, and COLUMNS of the dQ tile of a step that begins with a row.
+
+    dQ first: it is added to memory while the gradient is computed.
+    """
+    ring, beside, once, ds_ring, dq_rows = shared
+    PRODUCTS: gl.constexpr = len(gradient)
+    ds_ring.wait_full(step)
+    dq_token = start_dq(0, COLUMN, COLUMNS, step, shared)
+    gradient = start_gradient(weights, x, gradient)
+    dq = warpgroup_mma_wait(PRODUCTS, [dq_token])
+    ds_ring.release(step)
+    add_dq(0, COLUMN, dq, row, shared)
+    return wait_for_gradient(gradient)
 
 
 @gluon.jit
@@ -183,30 +230,33 @@ def visit_weights(
     p_ring.wait_empty(step)
     p_ring.stage(step).store(p.to(DTYPE))
     p_ring.hand_over(step)
+    dout = dout_s.index(st)
     if FIRST:
-        left_token, right_token = start_gradient(weights, dout_s.index(st), dv)
-        left, right = warpgroup_mma_wait(0, [left_token, right_token])
+        dv = wait_for_gradient(start_gradient(weights, dout, dv))
     else:
-        ds_ring.wait_full(step - 1)
-        dq_token = start_dq(0, step - 1, shared, DQ_COLUMNS)
-        left_token, right_token = start_gradient(weights, dout_s.index(st), dv)
-        dq = warpgroup_mma_wait(2, [dq_token])
-        ds_ring.release(step - 1)
-        add_dq(0, dq, before, shared)
-        left, right = warpgroup_mma_wait(0, [left_token, right_token])
+        dv = add_products(0, DQ_COLUMNS, weights, dout, dv, step - 1, before, shared)
     ring.release(step)
-    return left, right
+    return dv
 
 
 @gluon.jit
-def visit_gradients(step, row, dk, shared, p_ring, factors, FILLED_DV: gl.constexpr):
+def visit_gradients(
+    step,
+    row,
+    dk,
+    shared,
+    p_ring,
+    factors,
+    FILLED_D: gl.constexpr,
+    FILLED_DV: gl.constexpr,
+):
     """What a query tile adds to dK, and half of its dQ. row: its first in the space of ``around``."""
     ring, beside, once, ds_ring, dq_rows = shared
     dout_s, lse_s, minus_delta_s = beside
     DTYPE: gl.constexpr = ring.buffer.dtype
     TILE_Q: gl.constexpr = ring.buffer.shape[1]
     TILE_K: gl.constexpr = once[0].shape[1]
-    DQ_COLUMNS: gl.constexpr = dk[1].shape[1]
+    HALF: gl.constexpr = once[0].shape[2] // 2
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE_Q, 16])
     q = ring.wait_full(step)
     st = step % ring.stages
@@ -221,12 +271,6 @@ def visit_gradients(step, row, dk, shared, p_ring, factors, FILLED_DV: gl.conste
     ds_ring.stage(step).store(ds)
     ds_ring.hand_over(step)
     p_ring.release(step)
-    ds_ring.wait_full(step)
-    dq_token = start_dq(1, step, shared, DQ_COLUMNS)
-    left_token, right_token = start_gradient(ds, q, dk)
-    dq = warpgroup_mma_wait(2, [dq_token])
-    ds_ring.release(step)
-    add_dq(1, dq, row, shared)
-    left, right = warpgroup_mma_wait(0, [left_token, right_token])
+    dk = add_products(HALF, FILLED_D - HALF, ds, q, dk, step, row, shared)
     ring.release(step)
-    return left, right
+    return dk
