@@ -111,7 +111,7 @@ def test_no_hang_over_many_launches_of_random_shapes():
         q = torch.randn(sq, heads * group, d, device=DEVICE, dtype=torch.bfloat16)
         k = torch.randn(sk, heads, d, device=DEVICE, dtype=torch.bfloat16)
         v = torch.randn(sk, heads, dv, device=DEVICE, dtype=torch.bfloat16)
-        q.requires_grad_(d <= 128)
+        q.requires_grad_()
         if packed:
             ends = [
                 torch.tensor([0, *side]).cumsum(0).int().to(DEVICE)
@@ -125,9 +125,8 @@ def test_no_hang_over_many_launches_of_random_shapes():
         else:
             n = len(lengths)
             out = attention(*(t.unflatten(0, (n, -1)) for t in (q, k, v)), causal=causal, **HOW)
-        if q.requires_grad:
-            out.sum().backward()
-            assert q.grad is not None
+        out.sum().backward()
+        assert q.grad is not None
     assert torch.isfinite(out).all()
 
 
@@ -138,7 +137,8 @@ def test_a_few_queries_of_many_keys(dims: tuple[int, int], causal: bool, dtype: 
     """Their query tiles are broken into parts, which a second kernel joins."""
     from tilewise.backends.hopper.launch import plan_forward
 
-    p = Problem(((200, 30_000),) * 2, 1, 2, *dims, dtype, causal=causal, loss="none")
+    # No longer: the bound on the error takes a number for each pair of keys.
+    p = Problem(((200, 8000),) * 2, 1, 2, *dims, dtype, causal=causal, loss="none")
     spec = problems.tensors(p, DEVICE).spec
     assert plan_forward(spec).join is not None
     problems.check(p, DEVICE, **HOW)
