@@ -77,7 +77,9 @@ class Case:
     seqlen_q: int = 2048
     seqlen_k: int = 2048
     options: tuple[tuple[str, Any], ...] = ()
-    backward: bool = True  # no: it is the same as another case's
+    # No: it is the same as another case's.
+    forward: bool = True
+    backward: bool = True
 
 
 CASES = {
@@ -121,6 +123,10 @@ GLUON_CASES |= {
     for dims in _DIMS
     for name in ("full", "causal", "fp16-causal")
 }
+_DETERMINISTIC = replace(
+    _VARIANTS["causal"], options=(("causal", True), ("deterministic", True)), forward=False
+)
+GLUON_CASES |= {f"{dims}-deterministic": replace(_DETERMINISTIC, dims=_DIMS[dims]) for dims in _DIMS}
 ALL_CASES = CASES | GLUON_CASES
 # Loads and stores of spilled registers in main loops, the most of all Triton versions (3.9, mostly of
 # the second attempt). More is an objection, and so is any in another case.
@@ -177,7 +183,8 @@ def launches(case: Case, kernel: dispatch.Kernel, arch: Arch) -> Iterator[Launch
     ):
         out = ops._empty_out(spec, x)
         lse, saved = ops._empty_statistics(spec, x)
-        module.forward(spec, x, out, lse, saved)
+        if case.forward:
+            module.forward(spec, x, out, lse, saved)
         if case.backward and kernel.lack(spec, "backward", frozenset({"lse_grad"})) is None:
             grads = ops.Gradients(spec, x)
             douts = torch.empty_like(out), torch.empty_like(lse)

@@ -8,8 +8,7 @@ import torch
 from tilewise import dispatch
 
 AUTO = "auto/auto"
-# A kernel whose backward is not deterministic has a test file of its own.
-_KERNELS = {k.name: k for k in dispatch.KERNELS if k.backend != "cpu" and "deterministic" in k.backward}
+_KERNELS = {k.name: k for k in dispatch.KERNELS if k.backend != "cpu"}
 ROWS = [*_KERNELS, AUTO]
 
 

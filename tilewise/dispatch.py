@@ -128,14 +128,7 @@ _TEACHING = "FlashAttention-1 runs only when asked for by name"
 
 KERNELS: tuple[Kernel, ...] = (
     Kernel("cpu", "fa2", "tilewise.backends.cpu.fa2", _ALL, _ALL, _cpu),
-    Kernel(
-        "hopper",
-        "fa3",
-        "tilewise.backends.hopper.fa3",
-        _HOPPER,
-        _HOPPER - {"deterministic"},
-        _hopper,
-    ),
+    Kernel("hopper", "fa3", "tilewise.backends.hopper.fa3", _HOPPER, _HOPPER, _hopper),
     Kernel("triton", "fa2", "tilewise.backends.triton.fa2", _TRITON, _TRITON, _triton),
     Kernel("cpu", "fa1", "tilewise.backends.cpu.fa1", _ALL, _ALL, _cpu, _TEACHING),
     Kernel("triton", "fa1", "tilewise.backends.triton.fa1", _TRITON, _TRITON, _triton, _TEACHING),

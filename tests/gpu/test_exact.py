@@ -14,7 +14,7 @@ from problems import Problem, how
 from tilewise import attention, attention_varlen, explain
 
 DEVICE = "cuda"
-RUNS = 50
+RUNS = 200
 
 BIG = Problem(((1000, 1100),) * 2, 2, 2, 64, 64, "bf16", causal=True, deterministic=True)
 FORMS = {

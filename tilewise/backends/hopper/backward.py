@@ -42,6 +42,7 @@ from tilewise.backends.hopper.backward_parts import (
 )
 from tilewise.backends.hopper.backward_wide import differentiate, weigh
 from tilewise.backends.hopper.launch_backward import launch_backward
+from tilewise.backends.hopper.order import make_order, next_program, take_turns
 from tilewise.backends.hopper.tile import (
     key_tile,
     logits,
@@ -96,7 +97,7 @@ def consume(
             dk, dv = visit(W, step, n, before, keys, state, shared, tile, runs, problem, factors, False)
         ds_ring.wait_full(steps - 1)
         dq = warpgroup_mma_wait(0, [start_my_dq(W, steps - 1, shared)])
-        add_my_dq(W, dq, row, shared)
+        add_my_dq(W, dq, steps - 1, row, shared)
     rows = (b, kv_head, start_k, k_start + W * ROWS, seen_k)
     store_rows(dk * factors[2], results[0], rows)
     store_rows(dv, results[1], rows)
@@ -167,7 +168,7 @@ def visit(
         dk_token = warpgroup_mma(ds_left, q, dk, is_async=True)
         dv, dq = warpgroup_mma_wait(1, [dv_token, dq_token])
         ds_ring.release(step - 1)
-        add_my_dq(W, dq, before, shared)
+        add_my_dq(W, dq, step - 1, before, shared)
         dk = warpgroup_mma_wait(0, [dk_token])
     ring.release(step)
     return dk, dv
@@ -185,14 +186,14 @@ def start_my_dq(W: gl.constexpr, step, shared):
 
 
 @gluon.jit
-def add_my_dq(W: gl.constexpr, dq, row, shared):
+def add_my_dq(W: gl.constexpr, dq, step, row, shared):
     """Add that to the accumulator; the tile begins with a row."""
     TILE_Q: gl.constexpr = shared[0].buffer.shape[1]
     BLOCK_D: gl.constexpr = shared[2][0].shape[2]
     if TILE_Q > 64:
-        add_dq(W * 64, 0, dq, row, shared)
+        add_dq(W * 64, 0, dq, step, row, shared)
     else:
-        add_dq(0, W * BLOCK_D // CONSUMERS, dq, row, shared)
+        add_dq(0, W * BLOCK_D // CONSUMERS, dq, step, row, shared)
 
 
 @gluon.jit(
@@ -209,6 +210,7 @@ def backward_kernel(
     dout_desc,
     lse_desc,
     minus_delta_desc,
+    turns,  # see ``order``
     dq_ptr,
     dk_ptr,
     dk_batch,  # strides
@@ -257,14 +259,18 @@ def backward_kernel(
     )
     lengths = (cu_q, cu_k, used_q, used_k, max_q, max_k)
     problem = ((0, None), lengths, (heads, group, batch_heads, together), (left, right))
-    tile = key_tile(gl.program_id(0), problem, TILE_K, TILE_Q, rows_of_entry)
+    tile = key_tile(next_program(turns), problem, TILE_K, TILE_Q, rows_of_entry)
     runs = query_tiles_of(tile, problem, TILE_Q, TILE_K)
     inputs = (k_desc, v_desc, q_desc, dout_desc, lse_desc, minus_delta_desc)
     dk_to = (dk_ptr, (dk_batch, dk_row, dk_head), columns_d)
     dv_to = (dv_ptr, (dv_batch, dv_row, dv_head), columns_dv)
     results = (dk_to, dv_to)
     factors = (scale, softcap, gradient_scale)
-    shared = (ring, beside, once, ds_ring, (dq_ptr, rows_of_head))
+    order = None
+    if turns is not None:
+        order = make_order(CONSUMERS)
+    shared = (ring, beside, once, ds_ring, (dq_ptr, rows_of_head, order))
+    walk = (tile, runs, problem, rows_of_head)
     if P_STAGES > 0:
         work = (tile, runs, problem)
         scores: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE_K, TILE_Q], DTYPE)
@@ -274,9 +280,10 @@ def backward_kernel(
                 (weigh, (dv_to, shared, p_ring, work, factors, FILLED_D, FILLED_DV)),
                 (differentiate, (dk_to, shared, p_ring, work, factors, FILLED_D, FILLED_DV)),
                 (produce, (inputs, ring, beside, once, tile, runs, problem, rows_of_head, RAGGED)),
+                (take_turns, (turns, order, walk, TILE_Q, TILE_K)),
             ],
-            [4, 1],
-            [REGISTERS, 24],
+            [4, 1, 1],
+            [REGISTERS, 24, 24],
         )
     else:
         gl.warp_specialize(
@@ -284,9 +291,10 @@ def backward_kernel(
                 (consume, (0, results, shared, tile, runs, problem, factors, KV_IN_REGISTERS)),
                 (consume, (1, results, shared, tile, runs, problem, factors, KV_IN_REGISTERS)),
                 (produce, (inputs, ring, beside, once, tile, runs, problem, rows_of_head, RAGGED)),
+                (take_turns, (turns, order, walk, TILE_Q, TILE_K)),
             ],
-            [4, 1],
-            [REGISTERS, 24],
+            [4, 1, 1],
+            [REGISTERS, 24, 24],
         )
 
 
@@ -303,5 +311,9 @@ def backward(
     """Fill grads.q, grads.k and grads.v. See ``tilewise.dispatch.Kernel``."""
     lse_rows, minus_delta_rows, space = prepare_rows(spec, x, out, lse, dout, dlse)
     dq_rows = torch.zeros(space.rows, space.columns, dtype=torch.float32, device=spec.device)
-    launch_backward(backward_kernel, spec, x, dout, lse_rows, minus_delta_rows, dq_rows, space, grads)
+    turns = None
+    if spec.deterministic:
+        turns = torch.zeros(1 + space.rows // space.tile, dtype=torch.int32, device=spec.device)
+    statistics = (lse_rows, minus_delta_rows)
+    launch_backward(backward_kernel, spec, x, dout, statistics, turns, dq_rows, space, grads)
     finish_dq(spec, x, dq_rows, space, grads.q)

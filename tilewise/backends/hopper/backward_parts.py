@@ -2,7 +2,7 @@
 
 In all of it ``shared`` is what lies in shared memory: the ring of Q; what comes with it, dO and the row
 statistics; what comes once, K and V and their barrier, in parts of 64 keys; the ring through which
-consumers exchange dS; and where dQ goes.
+consumers exchange dS; and where dQ goes, and in which order.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma
 
 from tilewise.backends.hopper.launch_backward import CONSUMERS as _CONSUMERS
+from tilewise.backends.hopper.order import end_turn, wait_for_turn
 from tilewise.backends.hopper.tile import query_range
 from tilewise.gluon.compat import label, label_stages, tma_load
 from tilewise.gluon.ragged import coordinates
@@ -70,6 +71,7 @@ def produce(inputs, ring, beside, once, tile, runs, problem, rows_of_head, RAGGE
     PARTS: gl.constexpr = k_s.shape[0]
     ROWS: gl.constexpr = k_s.shape[1]
     count = runs[3] - runs[0]
+    last = runs[3] - 1
     if count > 0:
         mbarrier.expect(kv_full, PARTS * (k_desc.block_type.nbytes + v_desc.block_type.nbytes))
         for w in gl.static_range(PARTS):
@@ -85,7 +87,7 @@ def produce(inputs, ring, beside, once, tile, runs, problem, rows_of_head, RAGGE
     )
     for step in range(count * group):
         head = kv_head * group + step // count
-        row = (runs[0] + step % count) * TILE_Q
+        row = (last - step % count) * TILE_Q
         at = coordinates(b, head, start_q, row, 0, seen_q, entry_q, RAGGED)
         statistic = head * rows_of_head + pad + row
         ring.acquire(step, nbytes)
@@ -104,22 +106,24 @@ def load_beside(ring, step, desc, at, buffer):
 
 @gluon.jit
 def first_query_tile(tile, runs, problem, shared):
-    """The first query tile of the first head, and its first row in the space of ``around``."""
+    """The last query tile of the first head, where the walk begins: see ``order``. And its first row in
+    the space of ``around``."""
     rows_of_head = shared[4][1]
     TILE_Q: gl.constexpr = shared[0].buffer.shape[1]
-    return runs[0], tile[1] * problem[2][1] * rows_of_head + tile[9] + runs[0] * TILE_Q
+    n = runs[3] - 1
+    return n, tile[1] * problem[2][1] * rows_of_head + tile[9] + n * TILE_Q
 
 
 @gluon.jit
 def next_query_tile(n, row, runs, shared):
-    """The query tile after n, which begins with a row: of the same head, or the first of the next."""
+    """The query tile before n, which begins with a row: of the same head, or the last of the next."""
     rows_of_head = shared[4][1]
     TILE_Q: gl.constexpr = shared[0].buffer.shape[1]
-    n += 1
-    row += TILE_Q
-    if n == runs[3]:
-        n = runs[0]
-        row += rows_of_head - (runs[3] - runs[0]) * TILE_Q
+    n -= 1
+    row -= TILE_Q
+    if n < runs[0]:
+        n = runs[3] - 1
+        row += rows_of_head + (runs[3] - runs[0]) * TILE_Q
     return n, row
 
 
@@ -176,15 +180,17 @@ def start_dq(ROW: gl.constexpr, COLUMN: gl.constexpr, COLUMNS: gl.constexpr, ste
 
 
 @gluon.jit
-def add_dq(ROW: gl.constexpr, COLUMN: gl.constexpr, dq, row, shared):
-    """Add a part of the dQ tile that begins with a row to the accumulator."""
+def add_dq(ROW: gl.constexpr, COLUMN: gl.constexpr, dq, step, row, shared):
+    """Add a part of the dQ tile of a step, which begins with a row, to the accumulator."""
     BLOCK_D: gl.constexpr = shared[2][0].shape[2]
     dq = in_fragments(dq)
     layout: gl.constexpr = dq.type.layout
     base = shared[4][0] + (row.to(gl.int64) * BLOCK_D + (ROW * BLOCK_D + COLUMN * 64))
     r = gl.arange(0, dq.shape[0], gl.SliceLayout(1, layout)) * 256
     c = gl.arange(0, 256, gl.SliceLayout(0, layout))
+    wait_for_turn(step, shared[4][2])
     gl.atomic_add(base + (r[:, None] + c[None, :]), dq, sem="relaxed")
+    end_turn(shared[4][2])
 
 
 @gluon.jit

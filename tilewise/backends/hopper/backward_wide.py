@@ -67,7 +67,7 @@ def weigh(
             dv = visit_weights(at, dv, shared, p_ring, work, factors, FILLED_D, FIRST=False)
         ds_ring.wait_full(steps - 1)
         dq = warpgroup_mma_wait(0, [start_dq(0, 0, DQ_COLUMNS, steps - 1, shared)])
-        add_dq(0, 0, dq, row, shared)
+        add_dq(0, 0, dq, steps - 1, row, shared)
     store_gradient(dv, 1.0, to, tile)
 
 
@@ -184,7 +184,7 @@ def add_products(
     gradient = start_gradient(weights, x, gradient)
     dq = warpgroup_mma_wait(PRODUCTS, [dq_token])
     ds_ring.release(step)
-    add_dq(0, COLUMN, dq, row, shared)
+    add_dq(0, COLUMN, dq, step, row, shared)
     return wait_for_gradient(gradient)
 
 

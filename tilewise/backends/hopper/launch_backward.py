@@ -46,7 +46,7 @@ def plan_backward(spec: AttentionSpec, of_head: int, of_entry: int) -> Plan:
         "heads": spec.heads_kv,
         "group": spec.group,
         "batch_heads": heads,
-        "together": max(1, heads_together(spec) // spec.group),
+        "together": heads if spec.deterministic else max(1, heads_together(spec) // spec.group),
         "left": spec.window_left,
         "right": spec.window_right,
         **score_factors(spec),
@@ -78,8 +78,8 @@ def launch_backward(
     spec: AttentionSpec,
     x: Inputs,
     dout: Tensor,
-    lse_rows: Tensor,
-    minus_delta_rows: Tensor,
+    statistics: tuple[Tensor, Tensor],
+    turns: Tensor | None,
     dq_rows: Tensor,
     space: Space,
     grads: Gradients,
@@ -94,6 +94,7 @@ def launch_backward(
     if plan.launch.programs == 0 or spec.max_seqlen_q == 0:
         return
     q, k, v, dout = (for_tma(spec, t) for t in (x.q, x.k, x.v, dout))
+    lse_rows, minus_delta_rows = statistics
     flat = gl.NVMMASharedLayout(0, 32, rank=1)
     block_d, block_dv = plan.blocks
     with on_device(spec.device):
@@ -105,6 +106,7 @@ def launch_backward(
             descriptor(spec, dout, seen_q, (plan.tile.q, block_dv)),
             TensorDescriptor(lse_rows, [lse_rows.numel()], [1], [plan.tile.q], flat),
             TensorDescriptor(minus_delta_rows, [minus_delta_rows.numel()], [1], [plan.tile.q], flat),
+            turns,
             dq_rows,
             grads.k,
             *strides(spec, grads.k),
