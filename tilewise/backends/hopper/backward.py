@@ -266,7 +266,7 @@ def backward_kernel(
     dv_to = (dv_ptr, (dv_batch, dv_row, dv_head), columns_dv)
     results = (dk_to, dv_to)
     factors = (scale, softcap, gradient_scale)
-    order = None
+    order = ()
     if turns is not None:
         order = make_order(CONSUMERS)
     shared = (ring, beside, once, ds_ring, (dq_ptr, rows_of_head, order))

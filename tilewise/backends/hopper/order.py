@@ -48,14 +48,14 @@ def make_order(CONSUMERS: gl.constexpr):
 @gluon.jit
 def wait_for_turn(step, order):
     """Consumer: wait until it may add to the query tile of a step."""
-    if order is not None:
+    if len(order) > 0:
         mbarrier.wait(order[0], step & 1)
 
 
 @gluon.jit
 def end_turn(order):
     """Consumer: all its threads have added."""
-    if order is not None:
+    if len(order) > 0:
         mbarrier.arrive(order[1], count=1)
 
 
@@ -69,7 +69,7 @@ def key_tiles_before(n, tile, problem, TILE_Q: gl.constexpr, TILE_K: gl.constexp
 @gluon.jit
 def take_turns(turns, order, walk, TILE_Q: gl.constexpr, TILE_K: gl.constexpr):
     """The watching warp. walk: the tile, its query tiles, the problem, and `rows_of_head`."""
-    if order is not None:
+    if len(order) > 0:
         turn, added = order
         tile, runs, problem, rows_of_head = walk
         count = runs[3] - runs[0]
