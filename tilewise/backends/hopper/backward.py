@@ -42,7 +42,7 @@ from tilewise.backends.hopper.backward_parts import (
 )
 from tilewise.backends.hopper.backward_wide import differentiate, weigh
 from tilewise.backends.hopper.launch_backward import launch_backward
-from tilewise.backends.hopper.order import make_order, next_program, take_turns
+from tilewise.backends.hopper.order import count_added, make_order, next_program, watch
 from tilewise.backends.hopper.tile import (
     key_tile,
     logits,
@@ -280,10 +280,12 @@ def backward_kernel(
                 (weigh, (dv_to, shared, p_ring, work, factors, FILLED_D, FILLED_DV)),
                 (differentiate, (dk_to, shared, p_ring, work, factors, FILLED_D, FILLED_DV)),
                 (produce, (inputs, ring, beside, once, tile, runs, problem, rows_of_head, RAGGED)),
-                (take_turns, (turns, order, walk, TILE_Q, TILE_K)),
+                (watch, (turns, order, walk, TILE_Q, TILE_K, CONSUMERS)),
+                (count_added, (0, turns, order, walk, TILE_Q, CONSUMERS)),
+                (count_added, (1, turns, order, walk, TILE_Q, CONSUMERS)),
             ],
-            [4, 1, 1],
-            [REGISTERS, 24, 24],
+            [4, 1, 1, 1, 1],
+            [REGISTERS, 24, 24, 24, 24],
         )
     else:
         gl.warp_specialize(
@@ -291,10 +293,12 @@ def backward_kernel(
                 (consume, (0, results, shared, tile, runs, problem, factors, KV_IN_REGISTERS)),
                 (consume, (1, results, shared, tile, runs, problem, factors, KV_IN_REGISTERS)),
                 (produce, (inputs, ring, beside, once, tile, runs, problem, rows_of_head, RAGGED)),
-                (take_turns, (turns, order, walk, TILE_Q, TILE_K)),
+                (watch, (turns, order, walk, TILE_Q, TILE_K, CONSUMERS)),
+                (count_added, (0, turns, order, walk, TILE_Q, CONSUMERS)),
+                (count_added, (1, turns, order, walk, TILE_Q, CONSUMERS)),
             ],
-            [4, 1, 1],
-            [REGISTERS, 24, 24],
+            [4, 1, 1, 1, 1],
+            [REGISTERS, 24, 24, 24, 24],
         )
 
 
@@ -313,7 +317,9 @@ def backward(
     dq_rows = torch.zeros(space.rows, space.columns, dtype=torch.float32, device=spec.device)
     turns = None
     if spec.deterministic:
-        turns = torch.zeros(1 + space.rows // space.tile, dtype=torch.int32, device=spec.device)
+        turns = torch.zeros(
+            1 + space.rows // space.tile * CONSUMERS.value, dtype=torch.int32, device=spec.device
+        )
     statistics = (lse_rows, minus_delta_rows)
     launch_backward(backward_kernel, spec, x, dout, statistics, turns, dq_rows, space, grads)
     finish_dq(spec, x, dq_rows, space, grads.q)

@@ -188,9 +188,10 @@ def add_dq(ROW: gl.constexpr, COLUMN: gl.constexpr, dq, step, row, shared):
     base = shared[4][0] + (row.to(gl.int64) * BLOCK_D + (ROW * BLOCK_D + COLUMN * 64))
     r = gl.arange(0, dq.shape[0], gl.SliceLayout(1, layout)) * 256
     c = gl.arange(0, 256, gl.SliceLayout(0, layout))
-    wait_for_turn(step, shared[4][2])
+    W: gl.constexpr = 0 if ROW + COLUMN == 0 else 1
+    wait_for_turn(W, step, shared[4][2])
     gl.atomic_add(base + (r[:, None] + c[None, :]), dq, sem="relaxed")
-    end_turn(shared[4][2])
+    end_turn(W, step, shared[4][2])
 
 
 @gluon.jit

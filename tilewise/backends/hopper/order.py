@@ -1,8 +1,8 @@
 """Whose turn it is to add to a query tile of dQ, where sums must be the same every time.
 
-Key tiles add in their order: a count for each query tile tells how many have done so. A warp of its own
-watches it, so that consumers never wait for memory: it tells them that their turn has come, and the
-next program that they have added.
+Key tiles add in their order: two counts for each query tile tell how many have added their first and
+their second consumer's part. Consumers never wait for memory: one warp watches the counts and tells them
+when their turn has come, and one for each counts what they have added, two steps ahead and behind.
 
 Nobody waits for a program that cannot run: each takes its key tile when it begins, and by then those
 before it have begun. And waiting is rare: all heads' first key tiles are taken first, so that few
@@ -20,12 +20,14 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from tilewise.backends.hopper.tile import key_range
 from tilewise.gluon.compat import label
 
+AHEAD = gl.constexpr(2)  # turns that one consumer may have
+
 
 @gluon.jit
 def next_program(turns):
     """The program's number: in which order it began, or any if no counts are kept.
 
-    turns: how many programs have begun, then for each query tile how many have added to it.
+    turns: how many programs have begun, then for each query tile and consumer how many have added.
     """
     t = gl.program_id(0)
     if turns is not None:
@@ -35,28 +37,48 @@ def next_program(turns):
 
 @gluon.jit
 def make_order(CONSUMERS: gl.constexpr):
-    """Barriers between the watching warp and consumers: it is your turn, and we have added."""
-    turn = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    added = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    mbarrier.init(turn, count=1)
-    mbarrier.init(added, count=CONSUMERS)
+    """Barriers: it is your turn, I have added, and it is counted; for each consumer and step ahead."""
+    turn = gl.allocate_shared_memory(gl.int64, [CONSUMERS * AHEAD, 1], mbarrier.MBarrierLayout())
+    added = gl.allocate_shared_memory(gl.int64, [CONSUMERS * AHEAD, 1], mbarrier.MBarrierLayout())
+    counted = gl.allocate_shared_memory(gl.int64, [CONSUMERS * AHEAD, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(CONSUMERS * AHEAD):
+        mbarrier.init(turn.index(i), count=1)
+        mbarrier.init(added.index(i), count=1)
+        mbarrier.init(counted.index(i), count=1)
     label(turn, "turn")
     label(added, "added")
-    return turn, added
+    label(counted, "counted")
+    return turn, added, counted
 
 
 @gluon.jit
-def wait_for_turn(step, order):
+def barrier_of(W: gl.constexpr, step, barriers):
+    """That of a consumer's step, and the parity of its phase."""
+    return barriers.index(W * AHEAD + step % AHEAD), (step // AHEAD) & 1
+
+
+@gluon.jit
+def wait_for_turn(W: gl.constexpr, step, order):
     """Consumer: wait until it may add to the query tile of a step."""
     if len(order) > 0:
-        mbarrier.wait(order[0], step & 1)
+        turn, phase = barrier_of(W, step, order[0])
+        mbarrier.wait(turn, phase)
 
 
 @gluon.jit
-def end_turn(order):
+def end_turn(W: gl.constexpr, step, order):
     """Consumer: all its threads have added."""
     if len(order) > 0:
-        mbarrier.arrive(order[1], count=1)
+        added, phase = barrier_of(W, step, order[1])
+        mbarrier.arrive(added, count=1)
+
+
+@gluon.jit
+def count_of(W: gl.constexpr, turns, n, head, walk, TILE_Q: gl.constexpr, CONSUMERS: gl.constexpr):
+    """Where it is counted who has added to query tile n of a head."""
+    tile, runs, problem, rows_of_head = walk
+    tiles = (head * rows_of_head + tile[9]) // TILE_Q + n
+    return turns + 1 + tiles * CONSUMERS + W
 
 
 @gluon.jit
@@ -67,20 +89,44 @@ def key_tiles_before(n, tile, problem, TILE_Q: gl.constexpr, TILE_K: gl.constexp
 
 
 @gluon.jit
-def take_turns(turns, order, walk, TILE_Q: gl.constexpr, TILE_K: gl.constexpr):
-    """The watching warp. walk: the tile, its query tiles, the problem, and `rows_of_head`."""
+def query_tile_of_step(step, walk):
+    """Which query tile a step visits, of which head."""
+    tile, runs, problem, rows_of_head = walk
+    count = runs[3] - runs[0]
+    return runs[3] - 1 - step % count, tile[1] * problem[2][1] + step // count
+
+
+@gluon.jit
+def watch(turns, order, walk, TILE_Q: gl.constexpr, TILE_K: gl.constexpr, CONSUMERS: gl.constexpr):
+    """The warp that tells consumers when their turn has come.
+
+    walk: the program's key tile, the query tiles that see it, the problem, and `rows_of_head`.
+    """
     if len(order) > 0:
-        turn, added = order
         tile, runs, problem, rows_of_head = walk
-        count = runs[3] - runs[0]
-        for step in range(count * problem[2][1]):
-            n = runs[3] - 1 - step % count
-            head = tile[1] * problem[2][1] + step // count
-            mine = turns + 1 + (head * rows_of_head + tile[9]) // TILE_Q + n
+        for step in range((runs[3] - runs[0]) * problem[2][1]):
+            n, head = query_tile_of_step(step, walk)
             before = key_tiles_before(n, tile, problem, TILE_Q, TILE_K)
-            have_added = gl.atomic_add(mine, 0, sem="acquire")
-            while have_added < before:
-                have_added = gl.atomic_add(mine, 0, sem="acquire")
-            mbarrier.arrive(turn, count=1)
-            mbarrier.wait(added, step & 1)
-            gl.atomic_add(mine, 1, sem="release")
+            for w in gl.static_range(CONSUMERS):
+                turn, phase = barrier_of(w, step, order[0])
+                counted, phase = barrier_of(w, step, order[2])
+                mbarrier.wait(counted, phase ^ 1)
+                count = count_of(w, turns, n, head, walk, TILE_Q, CONSUMERS)
+                have_added = gl.atomic_add(count, 0, sem="acquire")
+                while have_added < before:
+                    have_added = gl.atomic_add(count, 0, sem="acquire")
+                mbarrier.arrive(turn, count=1)
+
+
+@gluon.jit
+def count_added(W: gl.constexpr, turns, order, walk, TILE_Q: gl.constexpr, CONSUMERS: gl.constexpr):
+    """The warp that counts what consumer W has added."""
+    if len(order) > 0:
+        tile, runs, problem, rows_of_head = walk
+        for step in range((runs[3] - runs[0]) * problem[2][1]):
+            n, head = query_tile_of_step(step, walk)
+            added, phase = barrier_of(W, step, order[1])
+            counted, phase = barrier_of(W, step, order[2])
+            mbarrier.wait(added, phase)
+            gl.atomic_add(count_of(W, turns, n, head, walk, TILE_Q, CONSUMERS), 1, sem="release")
+            mbarrier.arrive(counted, count=1)
