@@ -134,20 +134,20 @@ KNOWN_SPILLS = {
     "d128-broken-fp16-causal": 26,
     "d128-broken-full": 5,
     "d128-fp16-causal": 26,
-    "d128-softcap-backward": 68,
+    "d128-softcap-backward": 78,
     "d256-broken-fp16-causal": 2,
     "d256-causal": 2,
     "d256-fp16-causal": 3,
-    "d256-softcap-backward": 9,
+    "d256-softcap-backward": 17,
     "d256-window": 56,
     "d64-broken-causal": 110,
     "d64-broken-fp16-causal": 45,
     "d64-broken-full": 12,
     "d64-causal": 116,
-    "d64-causal-backward": 17,
+    "d64-causal-backward": 27,
     "d64-fp16-causal": 45,
-    "d64-fp16-causal-backward": 17,
-    "d64-full-backward": 8,
+    "d64-fp16-causal-backward": 27,
+    "d64-full-backward": 10,
     "d64-varlen-gqa-backward": 10,
     "d64-window-backward": 35,
 }
@@ -217,6 +217,7 @@ def compile_launch(launch: Launch, arch: Arch) -> tuple[Any, str]:
     constants: dict[tuple[int, ...], Any] = {}
     attributes: dict[tuple[int, ...], Any] = {}
     constexprs = {p.name for p in launch.kernel.params if p.is_constexpr}
+    general = {p.num for p in launch.kernel.params if p.do_not_specialize}
 
     def describe(value: Any, path: tuple[int, ...]) -> Any:
         if isinstance(value, tuple):
@@ -228,10 +229,11 @@ def compile_launch(launch: Launch, arch: Arch) -> tuple[Any, str]:
             return "*" + _TYPE_NAMES[value.dtype]
         if isinstance(value, float):
             return "fp32"
-        if value is None or (isinstance(value, int) and value == 1):
+        specialised = path[0] not in general
+        if value is None or (specialised and value == 1):
             constants[path] = value
             return "constexpr"
-        if value % 16 == 0:
+        if specialised and value % 16 == 0:
             attributes[path] = [["tt.divisibility", 16]]
         return "i32" if abs(value) < 2**31 else "i64"
 
