@@ -7,15 +7,18 @@ that are nobody's have a log-sum-exp of +inf, with which every weight is 0.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import math
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from tilewise.backends.hopper.launch import block_columns
+from tilewise.backends.relaunch import Relaunch
 from tilewise.backends.triton.delta import delta_of_rows
-from tilewise.backends.triton.launch import lengths, on_device, strides
+from tilewise.backends.triton.launch import Strides, lengths, on_device, strides
 from tilewise.backends.triton.tile import key_span, matrix, sequence_rows
 from tilewise.schedule import hopper_backward_tile
 from tilewise.spec import AttentionSpec, Inputs
@@ -34,11 +37,13 @@ class Space(NamedTuple):
     tile: int  # rows of a query tile
 
 
-def space_of(spec: AttentionSpec, x: Inputs) -> Space:
+@lru_cache(maxsize=1024)
+def space_of(spec: AttentionSpec, rows: int) -> Space:
+    """rows: of packed queries."""
     columns = block_columns(spec.head_dim)
     tile = hopper_backward_tile(spec).q
     if spec.varlen:
-        of_head = (x.q.shape[0] // tile + spec.batch + 1) * tile
+        of_head = (rows // tile + spec.batch + 1) * tile
         return Space(spec.heads_q * of_head, of_head, 0, columns, tile)
     of_head = triton.cdiv(spec.max_seqlen_q, tile) * tile
     of_entry = spec.heads_q * of_head
@@ -46,9 +51,9 @@ def space_of(spec: AttentionSpec, x: Inputs) -> Space:
 
 
 @triton.jit
-def _query_tile(lengths, heads, left, right, of_entry, TILE_Q: tl.constexpr):
-    """The program's batch entry, head and first row; of its sequence the first row in memory and the
-    length, which queries see a key, and its place in the space."""
+def _query_tile(lengths, heads, left, right, of_head, TILE_Q: tl.constexpr):
+    """The program's batch entry and head; of its sequence the first row in memory, the length, and which
+    queries see a key; its first row, counted from the first of those, and where that is in the space."""
     cu_q, cu_k, used_q, used_k, max_q, max_k = lengths
     tiles = tl.cdiv(max_q, TILE_Q)
     b = tl.program_id(0) // tiles // heads
@@ -57,134 +62,226 @@ def _query_tile(lengths, heads, left, right, of_entry, TILE_Q: tl.constexpr):
     start_q, seqlen_q = sequence_rows(b, cu_q, used_q, max_q)
     start_k, seqlen_k = sequence_rows(b, cu_k, used_k, max_k)
     low, high = key_span(seqlen_k, seqlen_q, right, left)
-    place = b * of_entry
+    low = min(low, seqlen_q)  # a window may lie past the last query
+    place = b.to(tl.int64) * heads * of_head
     if cu_q is not None:
-        place = (start_q // TILE_Q + b) * TILE_Q
-    return b, head, row, start_q, seqlen_q, low, high, place
+        place = (start_q // TILE_Q + b).to(tl.int64) * TILE_Q
+    place += head.to(tl.int64) * of_head + row
+    return b, head, start_q, seqlen_q, low, high, row, place
 
 
 @triton.jit
+def _in_elements(batch, row, head, UNIT: tl.constexpr):
+    """Strides given in units of so many elements, which is all that is known of their alignment. They
+    have 64 bits: long sequences and wide rows pass 2**31 elements."""
+    return (
+        tl.cast(batch, tl.int64) * UNIT,
+        tl.cast(row, tl.int64) * UNIT,
+        tl.cast(head, tl.int64) * UNIT,
+    )
+
+
+@triton.jit(
+    do_not_specialize=[
+        *("out_batch", "out_row", "out_head", "dout_batch", "dout_row", "dout_head"),
+        *("lse_batch", "lse_head", "dlse_batch", "dlse_row", "dlse_head"),
+        *("max_q", "max_k", "of_head", "heads", "left", "right"),
+    ]
+)
 def prepare_kernel(
     out_ptr,
-    lse_ptr,
+    out_batch,  # strides, in units
+    out_row,
+    out_head,
     dout_ptr,
+    dout_batch,
+    dout_row,
+    dout_head,
+    lse_ptr,
+    lse_batch,  # strides, in elements
+    lse_head,
     dlse_ptr,
+    dlse_batch,
+    dlse_row,
+    dlse_head,
     lse_rows_ptr,
     minus_delta_rows_ptr,
-    strides,  # of out, lse, dout, dlse
-    lengths,
+    dq_rows_ptr,
+    cu_q,
+    cu_k,
+    used_q,
+    used_k,
+    max_q,
+    max_k,
+    of_head,
     heads,
     left,
     right,
-    of_head,
-    of_entry,
     DV: tl.constexpr,
     BLOCK_DV: tl.constexpr,
+    BLOCK_D: tl.constexpr,
     TILE_Q: tl.constexpr,
+    UNIT: tl.constexpr,
 ):
-    """Log-sum-exp in units of log2(e), and -delta = dlse - rowsum(dO * O), of one query tile."""
-    out_strides, lse_strides, dout_strides, dlse_strides = strides
-    tile = _query_tile(lengths, heads, left, right, of_entry, TILE_Q)
-    b, head, row, start_q, seqlen_q, low, high, place = tile
+    """Of one query tile: log-sum-exp in units of log2(e), -delta = dlse - rowsum(dO * O), and zeros to
+    add dQ to, which the backward does by whole tiles."""
+    lengths = (cu_q, cu_k, used_q, used_k, max_q, max_k)
+    tile = _query_tile(lengths, heads, left, right, of_head, TILE_Q)
+    b, head, start_q, seqlen_q, low, high, row, place = tile
     if low + row >= high:
         return
+    at = tl.arange(0, TILE_Q * BLOCK_D)
+    tl.store(dq_rows_ptr + place * BLOCK_D + at, tl.zeros([TILE_Q * BLOCK_D], tl.float32))
     pointers = (out_ptr, dout_ptr, dlse_ptr)
-    read = (out_strides, dout_strides, dlse_strides)
+    out_strides = _in_elements(out_batch, out_row, out_head, UNIT)
+    dout_strides = _in_elements(dout_batch, dout_row, dout_head, UNIT)
+    read = (out_strides, dout_strides, (dlse_batch, dlse_row, dlse_head))
     delta = delta_of_rows(pointers, read, b, start_q, head, low + row, low, high, DV, BLOCK_DV, TILE_Q)
-    lse_base = matrix(lse_ptr, lse_strides, b, start_q, head)
+    lse_base = matrix(lse_ptr, (lse_batch, 1, lse_head), b, start_q, head)
     rows = low + row + tl.arange(0, TILE_Q)
     lse = tl.load(lse_base + rows, mask=rows < high, other=INF) * LOG2E
     lse = tl.where(lse == -INF, INF, lse)
-    at = head.to(tl.int64) * of_head + place + row + tl.arange(0, TILE_Q)
+    at = place + tl.arange(0, TILE_Q)
     tl.store(lse_rows_ptr + at, lse)
     tl.store(minus_delta_rows_ptr + at, tl.where(lse == INF, 0.0, -delta))
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=[
+        *("dq_batch", "dq_row", "dq_head"),
+        *("max_q", "max_k", "of_head", "heads", "left", "right"),
+    ]
+)
 def finish_kernel(
     dq_rows_ptr,
     dq_ptr,
-    dq_strides,
-    lengths,
+    dq_batch,  # strides, in units
+    dq_row,
+    dq_head,
+    cu_q,
+    cu_k,
+    used_q,
+    used_k,
+    max_q,
+    max_k,
+    of_head,
     heads,
     left,
     right,
-    of_head,
-    of_entry,
     scale,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     TILE_Q: tl.constexpr,
+    UNIT: tl.constexpr,
 ):
-    """dQ of one tile of rows, from the order of ``backward.in_fragments``, which is that of 64 rows."""
-    tile = _query_tile(lengths, heads, left, right, of_entry, TILE_Q)
-    b, head, row, start_q, seqlen_q, low, high, place = tile
+    """dQ of one query tile of the accumulator. That begins with the first query that sees a key: those
+    before it come after the last one, and all that see none are 0."""
+    lengths = (cu_q, cu_k, used_q, used_k, max_q, max_k)
+    tile = _query_tile(lengths, heads, left, right, of_head, TILE_Q)
+    b, head, start_q, seqlen_q, low, high, row, place = tile
     if row >= seqlen_q:
         return
-    rows = row + tl.arange(0, TILE_Q)
-    i = rows - low
-    r = i % 64
-    first = head.to(tl.int64) * of_head + place + (i - r)  # of 64 rows in the space
+    seen = high - low  # to tiles beyond these nobody has written
+    at = tl.arange(0, TILE_Q * BLOCK_D)
+    dq = tl.load(dq_rows_ptr + place * BLOCK_D + at, mask=row + 0 * at < seen, other=0.0) * scale
+    dq = _from_fragments(dq.to(dq_ptr.dtype.element_ty), TILE_Q, BLOCK_D)
+    i = row + tl.arange(0, TILE_Q)
+    dq = tl.where((i < seen)[:, None], dq, 0.0)
+    rows = tl.where(low + i < seqlen_q, low + i, low + i - seqlen_q)
     c = tl.arange(0, BLOCK_D)
-    # A warp has 16 rows, r // 16; of these a thread r % 8 and 8 more; of 8 columns it has a pair.
-    of_row = (r // 16) * 128 + r % 8 * 16 + r % 16 // 8 * 2
-    of_column = c // 8 * 512 + c % 8 // 2 * 4 + c % 2
-    at = (first * BLOCK_D + of_row)[:, None] + of_column[None, :]
-    seen = (i >= 0) & (rows < high)
-    dq = tl.load(dq_rows_ptr + at, mask=seen[:, None], other=0.0) * scale
+    dq_strides = _in_elements(dq_batch, dq_row, dq_head, UNIT)
     base = matrix(dq_ptr, dq_strides, b, start_q, head)
-    inside = (rows < seqlen_q)[:, None] & (c < D)[None, :]
     at = rows.to(tl.int64)[:, None] * dq_strides[1] + c[None, :]
-    tl.store(base + at, dq.to(dq_ptr.dtype.element_ty), mask=inside)
+    tl.store(base + at, dq, mask=(i < seqlen_q)[:, None] & (c < D)[None, :])
+
+
+@triton.jit
+def _from_fragments(dq, TILE_Q: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Rows and columns of what is, 64 rows after another, in the order of ``in_fragments`` in
+    ``backward_parts``. Read in that order, which is memory's, a thread gets 16 bytes at a time."""
+    parts = dq.reshape([TILE_Q // 64, BLOCK_D // 8, 4, 8, 4, 2, 2])
+    return parts.permute([0, 2, 5, 3, 1, 4, 6]).reshape([TILE_Q, BLOCK_D])
+
+
+@lru_cache(maxsize=1024)
+def plan_prepare(spec: AttentionSpec, unit: int) -> Relaunch:
+    """How to launch ``prepare_kernel``. unit: of strides."""
+    block_dv = max(16, triton.next_power_of_2(spec.head_dim_v))
+    return _plan(spec, unit, {"DV": spec.head_dim_v, "BLOCK_DV": block_dv})
+
+
+@lru_cache(maxsize=1024)
+def plan_finish(spec: AttentionSpec, unit: int) -> Relaunch:
+    """How to launch ``finish_kernel``. unit: of strides."""
+    return _plan(spec, unit, {"scale": spec.scale, "D": spec.head_dim})
+
+
+def _plan(spec: AttentionSpec, unit: int, arguments: dict[str, Any]) -> Relaunch:
+    """A program for each query tile of each head, with arguments of its own beside the common ones."""
+    tile, columns = hopper_backward_tile(spec).q, block_columns(spec.head_dim)
+    band = {"heads": spec.heads_q, "left": spec.window_left, "right": spec.window_right}
+    sizes = {"BLOCK_D": columns, "TILE_Q": tile, "UNIT": unit}
+    programs = spec.batch * spec.heads_q * triton.cdiv(spec.max_seqlen_q, tile)
+    # Of a larger tile 4 warps would need so many registers that few programs fit a multiprocessor.
+    widest = max(columns, block_columns(spec.head_dim_v))
+    options = {"num_warps": 8 if tile * widest > 8192 else 4}
+    return Relaunch(programs, band | arguments | sizes, options)
+
+
+def unit_of(*steps: int) -> int:
+    """The most elements, up to the 8 of one access, of which all strides are multiples. Kernels that are
+    launched again are compiled for that, not for the strides."""
+    return math.gcd(8, *steps)
+
+
+def _in_units(steps: Strides, unit: int) -> list[int]:
+    return [step // unit for step in steps]
 
 
 def prepare_rows(
     spec: AttentionSpec, x: Inputs, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
-) -> tuple[Tensor, Tensor, Space]:
-    """Row statistics in their space, fp32."""
-    space = space_of(spec, x)
+) -> tuple[Tensor, Tensor, Tensor, Space]:
+    """Log-sum-exp, -delta and an accumulator of dQ, fp32, in their space: the last is 0 in every query
+    tile that the backward visits."""
+    space = space_of(spec, x.q.shape[0])
     lse_rows, minus_delta_rows = (lse.new_empty(max(space.rows, 1)) for _ in range(2))
-    programs = spec.batch * spec.heads_q * triton.cdiv(spec.max_seqlen_q, space.tile)
-    if programs:
+    dq_rows = lse.new_empty(space.rows, space.columns)
+    out_strides, dout_strides = strides(spec, out), strides(spec, dout)
+    unit = unit_of(*out_strides, *dout_strides)
+    plan = plan_prepare(spec, unit)
+    if plan.programs:
         with on_device(spec.device):
-            prepare_kernel[(programs,)](
+            plan(
+                prepare_kernel,
                 out,
-                lse,
+                *_in_units(out_strides, unit),
                 dout,
+                *_in_units(dout_strides, unit),
+                lse,
+                *strides(spec, lse)[::2],
                 dlse,
+                *strides(spec, dlse),
                 lse_rows,
                 minus_delta_rows,
-                tuple([strides(spec, t) for t in (out, lse, dout, dlse)]),
-                lengths(spec, x),
-                spec.heads_q,
-                spec.window_left,
-                spec.window_right,
+                dq_rows,
+                *lengths(spec, x),
                 space.of_head,
-                space.of_entry,
-                DV=spec.head_dim_v,
-                BLOCK_DV=max(16, triton.next_power_of_2(spec.head_dim_v)),
-                TILE_Q=space.tile,
             )
-    return lse_rows, minus_delta_rows, space
+    return lse_rows, minus_delta_rows, dq_rows, space
 
 
 def finish_dq(spec: AttentionSpec, x: Inputs, dq_rows: Tensor, space: Space, dq: Tensor) -> None:
     """Fill dq."""
-    programs = spec.batch * spec.heads_q * triton.cdiv(spec.max_seqlen_q, space.tile)
-    if programs:
+    dq_strides = strides(spec, dq)
+    unit = unit_of(*dq_strides)
+    plan = plan_finish(spec, unit)
+    if plan.programs:
         with on_device(spec.device):
-            finish_kernel[(programs,)](
+            plan(
+                finish_kernel,
                 dq_rows,
                 dq,
-                strides(spec, dq),
-                lengths(spec, x),
-                spec.heads_q,
-                spec.window_left,
-                spec.window_right,
+                *_in_units(dq_strides, unit),
+                *lengths(spec, x),
                 space.of_head,
-                space.of_entry,
-                spec.scale,
-                D=spec.head_dim,
-                BLOCK_D=space.columns,
-                TILE_Q=space.tile,
             )

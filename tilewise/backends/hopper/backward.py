@@ -17,7 +17,6 @@ Only queries that see a key and keys that are seen take part: positions count fr
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -313,13 +312,11 @@ def backward(
     grads: Gradients,
 ) -> None:
     """Fill grads.q, grads.k and grads.v. See ``tilewise.dispatch.Kernel``."""
-    lse_rows, minus_delta_rows, space = prepare_rows(spec, x, out, lse, dout, dlse)
-    dq_rows = torch.zeros(space.rows, space.columns, dtype=torch.float32, device=spec.device)
+    lse_rows, minus_delta_rows, dq_rows, space = prepare_rows(spec, x, out, lse, dout, dlse)
+    statistics = (lse_rows, minus_delta_rows)
     turns = None
     if spec.deterministic:
-        turns = torch.zeros(
-            1 + space.rows // space.tile * CONSUMERS.value, dtype=torch.int32, device=spec.device
-        )
-    statistics = (lse_rows, minus_delta_rows)
+        counts = space.rows // space.tile * CONSUMERS.value
+        turns = torch.zeros(1 + counts, dtype=torch.int32, device=spec.device)
     launch_backward(backward_kernel, spec, x, dout, statistics, turns, dq_rows, space, grads)
     finish_dq(spec, x, dq_rows, space, grads.q)
