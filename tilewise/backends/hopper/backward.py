@@ -17,6 +17,7 @@ Only queries that see a key and keys that are seen take part: positions count fr
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
