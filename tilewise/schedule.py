@@ -180,15 +180,21 @@ class HopperBackwardTile(NamedTuple):
 # (largest head dim it serves, softcap) -> tile of the backward. Softcap takes more registers than 128
 # queries at a time leave. 192 is for one head dim above 128, which leaves room for a third stage.
 _HOPPER_BACKWARD: dict[tuple[int, bool], HopperBackwardTile] = {
-    (64, False): HopperBackwardTile(128, 128, 3, 2),
+    (64, False): HopperBackwardTile(128, 128, 2, 2),
     (64, True): HopperBackwardTile(64, 128, 4, 4, kv_in_registers=True),
-    (128, False): HopperBackwardTile(64, 128, 3, 3),
+    (128, False): HopperBackwardTile(64, 128, 3, 2),
     (128, True): HopperBackwardTile(64, 128, 3, 3),
     (192, False): HopperBackwardTile(64, 64, 3, 2, p_stages=2),
     (192, True): HopperBackwardTile(64, 64, 3, 2, p_stages=2),
     (256, False): HopperBackwardTile(64, 64, 2, 2, p_stages=2),
     (256, True): HopperBackwardTile(64, 64, 2, 2, p_stages=2),
 }
+
+
+# Where sums to dQ are in order: how far ahead the program before lets one begin, in query tiles, and how
+# many programs may follow one another.
+HEAD_START = 2
+FOLLOWING = 8
 
 
 def hopper_backward_tile(spec: AttentionSpec) -> HopperBackwardTile:

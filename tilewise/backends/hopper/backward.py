@@ -17,7 +17,6 @@ Only queries that see a key and keys that are seen take part: positions count fr
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -50,6 +49,7 @@ from tilewise.backends.hopper.tile import (
     softcap_slope,
     store_rows,
 )
+from tilewise.gluon.compat import label
 from tilewise.gluon.ring import make_ring
 from tilewise.ops import Gradients
 from tilewise.spec import AttentionSpec, Inputs
@@ -60,15 +60,15 @@ def consume(
     W: gl.constexpr,
     results,
     shared,
-    tile,
-    runs,
-    problem,
+    work,
     factors,
+    turns,
     KV_IN_REGISTERS: gl.constexpr,
 ):
     """Consumer W: dK and dV of its keys, and its part of every dQ tile."""
     ring, beside, once, ds_ring, dq_rows = shared
     k_s, v_s, kv_full = once
+    tile, runs, problem = work
     b, kv_head, k_start, start_q, seqlen_q, start_k, seqlen_k, seen_k, seen_q, pad = tile
     TILE_Q: gl.constexpr = ring.buffer.shape[1]
     ROWS: gl.constexpr = k_s.shape[1]
@@ -89,12 +89,12 @@ def consume(
             keys = None
         n, row = first_query_tile(tile, runs, problem, shared)
         state = (dk, dv)
-        dk, dv = visit(W, 0, n, row, keys, state, shared, tile, runs, problem, factors, True)
+        dk, dv = visit(W, 0, n, row, keys, state, shared, work, factors, turns, FIRST=True)
         for step in range(1, steps):
             before = row
             n, row = next_query_tile(n, row, runs, shared)
             state = (dk, dv)
-            dk, dv = visit(W, step, n, before, keys, state, shared, tile, runs, problem, factors, False)
+            dk, dv = visit(W, step, n, before, keys, state, shared, work, factors, turns, FIRST=False)
         ds_ring.wait_full(steps - 1)
         dq = warpgroup_mma_wait(0, [start_my_dq(W, steps - 1, shared)])
         add_my_dq(W, dq, steps - 1, row, shared)
@@ -112,19 +112,21 @@ def visit(
     keys,
     state,
     shared,
-    tile,
-    runs,
-    problem,
+    work,
     factors,
+    turns,
     FIRST: gl.constexpr,
 ):
     """What query tile n adds to dK and dV; and dQ of the tile before, unless this is the first.
 
     before: the first row of that one in the space of ``around``. keys: K and V, if in registers.
+    turns: in which consumers begin a step's products, so that one's softmax always falls into the
+    other's products, and it is not left to chance in which phase they run against each other.
     """
     ring, beside, once, ds_ring, dq_rows = shared
     dout_s, lse_s, minus_delta_s = beside
     dk, dv = state
+    tile, runs, problem = work
     scale, softcap, gradient_scale = factors
     if keys is not None:
         k, v = keys
@@ -139,10 +141,12 @@ def visit(
     q = ring.wait_full(step)
     st = step % ring.stages
     dout = dout_s.index(st)
+    mbarrier.wait(turns.index(W), step & 1)
     s_token = warpgroup_mma(k, q.permute((1, 0)), no_scores, use_acc=False, is_async=True)
     minus_delta = minus_delta_s.index(st).load(per_query)
     dp = spread_over_keys(minus_delta, scale, ROWS, scores)  # dP - delta, less work once it is there
     dp_token = warpgroup_mma(v, dout.permute((1, 0)), dp, is_async=True)
+    mbarrier.arrive(turns.index(1 - W), count=1)
     lse = lse_s.index(st).load(per_query)
     s = warpgroup_mma_wait(1, [s_token])
     s, factor = logits(s, scale, softcap)
@@ -172,6 +176,17 @@ def visit(
         dk = warpgroup_mma_wait(0, [dk_token])
     ring.release(step)
     return dk, dv
+
+
+@gluon.jit
+def make_turns():
+    """Barriers: consumer W's turn. The first is consumer 0's."""
+    turns = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
+    for w in gl.static_range(CONSUMERS):
+        mbarrier.init(turns.index(w), count=1)
+    mbarrier.arrive(turns.index(0), count=1)
+    label(turns, "turns")
+    return turns
 
 
 @gluon.jit
@@ -210,7 +225,7 @@ def backward_kernel(
     dout_desc,
     lse_desc,
     minus_delta_desc,
-    turns,  # see ``order``
+    progress,  # see ``order``
     dq_ptr,
     dk_ptr,
     dk_batch,  # strides
@@ -249,6 +264,7 @@ def backward_kernel(
     DS_STAGES: gl.constexpr,
     P_STAGES: gl.constexpr,
     KV_IN_REGISTERS: gl.constexpr,
+    HEAD_START: gl.constexpr,
     RAGGED: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):
@@ -259,7 +275,8 @@ def backward_kernel(
     )
     lengths = (cu_q, cu_k, used_q, used_k, max_q, max_k)
     problem = ((0, None), lengths, (heads, group, batch_heads, together), (left, right))
-    tile = key_tile(next_program(turns), problem, TILE_K, TILE_Q, rows_of_entry)
+    t = next_program(progress)
+    tile = key_tile(t, problem, TILE_K, TILE_Q, rows_of_entry)
     runs = query_tiles_of(tile, problem, TILE_Q, TILE_K)
     inputs = (k_desc, v_desc, q_desc, dout_desc, lse_desc, minus_delta_desc)
     dk_to = (dk_ptr, (dk_batch, dk_row, dk_head), columns_d)
@@ -267,12 +284,11 @@ def backward_kernel(
     results = (dk_to, dv_to)
     factors = (scale, softcap, gradient_scale)
     order = ()
-    if turns is not None:
+    if progress is not None:
         order = make_order(CONSUMERS)
     shared = (ring, beside, once, ds_ring, (dq_ptr, rows_of_head, order))
-    walk = (tile, runs, problem, rows_of_head)
+    work = (tile, runs, problem)
     if P_STAGES > 0:
-        work = (tile, runs, problem)
         scores: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE_K, TILE_Q], DTYPE)
         p_ring = make_ring("P", DTYPE, [TILE_K, TILE_Q], scores, P_STAGES, consumers=1)
         gl.warp_specialize(
@@ -280,22 +296,23 @@ def backward_kernel(
                 (weigh, (dv_to, shared, p_ring, work, factors, FILLED_D, FILLED_DV)),
                 (differentiate, (dk_to, shared, p_ring, work, factors, FILLED_D, FILLED_DV)),
                 (produce, (inputs, ring, beside, once, tile, runs, problem, rows_of_head, RAGGED)),
-                (watch, (turns, order, walk, TILE_Q, TILE_K, CONSUMERS)),
-                (count_added, (0, turns, order, walk, TILE_Q, CONSUMERS)),
-                (count_added, (1, turns, order, walk, TILE_Q, CONSUMERS)),
+                (watch, (t, progress, order, work, TILE_Q, TILE_K, HEAD_START)),
+                (count_added, (0, t, progress, order, work, TILE_K)),
+                (count_added, (1, t, progress, order, work, TILE_K)),
             ],
             [4, 1, 1, 1, 1],
             [REGISTERS, 24, 24, 24, 24],
         )
     else:
+        turns = make_turns()
         gl.warp_specialize(
             [
-                (consume, (0, results, shared, tile, runs, problem, factors, KV_IN_REGISTERS)),
-                (consume, (1, results, shared, tile, runs, problem, factors, KV_IN_REGISTERS)),
+                (consume, (0, results, shared, work, factors, turns, KV_IN_REGISTERS)),
+                (consume, (1, results, shared, work, factors, turns, KV_IN_REGISTERS)),
                 (produce, (inputs, ring, beside, once, tile, runs, problem, rows_of_head, RAGGED)),
-                (watch, (turns, order, walk, TILE_Q, TILE_K, CONSUMERS)),
-                (count_added, (0, turns, order, walk, TILE_Q, CONSUMERS)),
-                (count_added, (1, turns, order, walk, TILE_Q, CONSUMERS)),
+                (watch, (t, progress, order, work, TILE_Q, TILE_K, HEAD_START)),
+                (count_added, (0, t, progress, order, work, TILE_K)),
+                (count_added, (1, t, progress, order, work, TILE_K)),
             ],
             [4, 1, 1, 1, 1],
             [REGISTERS, 24, 24, 24, 24],
@@ -315,9 +332,5 @@ def backward(
     """Fill grads.q, grads.k and grads.v. See ``tilewise.dispatch.Kernel``."""
     lse_rows, minus_delta_rows, dq_rows, space = prepare_rows(spec, x, out, lse, dout, dlse)
     statistics = (lse_rows, minus_delta_rows)
-    turns = None
-    if spec.deterministic:
-        counts = space.rows // space.tile * CONSUMERS.value
-        turns = torch.zeros(1 + counts, dtype=torch.int32, device=spec.device)
-    launch_backward(backward_kernel, spec, x, dout, statistics, turns, dq_rows, space, grads)
+    launch_backward(backward_kernel, spec, x, dout, statistics, dq_rows, space, grads)
     finish_dq(spec, x, dq_rows, space, grads.q)

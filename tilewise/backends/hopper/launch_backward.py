@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+import torch
 import triton
 from torch import Tensor
 from triton.experimental.gluon import language as gl
@@ -36,17 +37,27 @@ def _filled(head_dim: int) -> int:
     return block * 3 // 4 if 128 < head_dim <= block * 3 // 4 else block
 
 
+def _heads_at_a_time(spec: AttentionSpec, programs: int) -> int:
+    """Of how many key heads key tiles are computed at a time."""
+    heads = spec.batch * spec.heads_kv
+    fit = max(1, heads_together(spec) // spec.group)
+    if not spec.deterministic:
+        return fit
+    return min(heads, max(fit, triton.cdiv(schedule.multiprocessors(spec.device), schedule.FOLLOWING)))
+
+
 @lru_cache(maxsize=1024)
 def plan_backward(spec: AttentionSpec, of_head: int, of_entry: int) -> Plan:
     """Tile, number of programs and scalar arguments for a spec. of_head, of_entry: see ``Space``."""
     block_d, block_dv = block_columns(spec.head_dim), block_columns(spec.head_dim_v)
     tile = schedule.hopper_backward_tile(spec)
     heads = spec.batch * spec.heads_kv
+    programs = heads * triton.cdiv(spec.max_seqlen_k, tile.k)
     arguments = {
         "heads": spec.heads_kv,
         "group": spec.group,
         "batch_heads": heads,
-        "together": heads if spec.deterministic else max(1, heads_together(spec) // spec.group),
+        "together": _heads_at_a_time(spec, programs),
         "left": spec.window_left,
         "right": spec.window_right,
         **score_factors(spec),
@@ -65,11 +76,11 @@ def plan_backward(spec: AttentionSpec, of_head: int, of_entry: int) -> Plan:
         "DS_STAGES": tile.ds_stages,
         "P_STAGES": tile.p_stages,
         "KV_IN_REGISTERS": tile.kv_in_registers,
+        "HEAD_START": schedule.HEAD_START,
         "RAGGED": spec.ragged,
         "REGISTERS": tile.registers,
     }
     options = {"num_warps": 4, "maxnreg": tile.maxnreg}
-    programs = heads * triton.cdiv(spec.max_seqlen_k, tile.k)
     return Plan(tile, (block_d, block_dv), Relaunch(programs, arguments, options))
 
 
@@ -79,7 +90,6 @@ def launch_backward(
     x: Inputs,
     dout: Tensor,
     statistics: tuple[Tensor, Tensor],
-    turns: Tensor | None,
     dq_rows: Tensor,
     space: Space,
     grads: Gradients,
@@ -95,6 +105,10 @@ def launch_backward(
         return
     q, k, v, dout = (for_tma(spec, t) for t in (x.q, x.k, x.v, dout))
     lse_rows, minus_delta_rows = statistics
+    progress = None
+    if spec.deterministic:
+        counts = plan.launch.programs * CONSUMERS
+        progress = torch.zeros(1 + counts, dtype=torch.int32, device=spec.device)
     flat = gl.NVMMASharedLayout(0, 32, rank=1)
     block_d, block_dv = plan.blocks
     with on_device(spec.device):
@@ -106,7 +120,7 @@ def launch_backward(
             descriptor(spec, dout, seen_q, (plan.tile.q, block_dv)),
             TensorDescriptor(lse_rows, [lse_rows.numel()], [1], [plan.tile.q], flat),
             TensorDescriptor(minus_delta_rows, [minus_delta_rows.numel()], [1], [plan.tile.q], flat),
-            turns,
+            progress,
             dq_rows,
             grads.k,
             *strides(spec, grads.k),

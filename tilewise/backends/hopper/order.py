@@ -1,14 +1,15 @@
-"""Whose turn it is to add to a query tile of dQ, where sums must be the same every time.
+"""The order in which programs add to dQ, where sums must be the same every time.
 
-Key tiles add in their order: two counts for each query tile tell how many have added their first and
-their second consumer's part. Consumers never wait for memory: one warp watches the counts and tells them
-when their turn has come, and one for each counts what they have added, two steps ahead and behind.
+To a query tile key tiles add in their order: each program follows the one of the key tile before. A
+count for each program and consumer tells how many query tiles it has added to; one warp watches the
+counts of the program before and tells consumers when their turn has come, and one for each consumer
+counts. So consumers never wait for memory.
 
 Nobody waits for a program that cannot run: each takes its key tile when it begins, and by then those
-before it have begun. And waiting is rare: all heads' first key tiles are taken first, so that few
-programs share a query tile at a time, and all walk from the last queries to the first. Under a causal
-mask or a window, programs that begin together then meet a query tile in the order of their key tiles;
-without one each follows the one before it at a small distance.
+before it have begun. And waiting is rare: so many heads take turns that few programs follow one another
+at a time, and all walk from the last queries to the first. Under a causal mask or a window, programs
+that begin together then come to a query tile in the order of their key tiles anyway; without one, each
+lets the one before it get HEAD_START query tiles ahead, and keeps that distance.
 """
 
 from __future__ import annotations
@@ -17,21 +18,22 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from tilewise.backends.hopper.tile import key_range
+from tilewise.backends.hopper.tile import head_and_rank, query_tiles_of
 from tilewise.gluon.compat import label
 
-AHEAD = gl.constexpr(2)  # turns that one consumer may have
+AHEAD = gl.constexpr(2)  # turns that a consumer may have
 
 
 @gluon.jit
-def next_program(turns):
+def next_program(progress):
     """The program's number: in which order it began, or any if no counts are kept.
 
-    turns: how many programs have begun, then for each query tile and consumer how many have added.
+    progress: how many programs have begun, then for each key tile and consumer how many query tiles it
+    has added to.
     """
     t = gl.program_id(0)
-    if turns is not None:
-        t = gl.atomic_add(turns, 1, sem="relaxed")
+    if progress is not None:
+        t = gl.atomic_add(progress, 1, sem="relaxed")
     return t
 
 
@@ -74,59 +76,69 @@ def end_turn(W: gl.constexpr, step, order):
 
 
 @gluon.jit
-def count_of(W: gl.constexpr, turns, n, head, walk, TILE_Q: gl.constexpr, CONSUMERS: gl.constexpr):
-    """Where it is counted who has added to query tile n of a head."""
-    tile, runs, problem, rows_of_head = walk
-    tiles = (head * rows_of_head + tile[9]) // TILE_Q + n
-    return turns + 1 + tiles * CONSUMERS + W
+def count_of(W: gl.constexpr, t, progress, problem, TILE_K: gl.constexpr):
+    """Where it is counted what consumer W of program t has added; and the rank of its key tile."""
+    tiles = gl.cdiv(problem[1][5], TILE_K)
+    number, rank = head_and_rank(t, tiles, problem[2][2], problem[2][3])
+    return progress + 1 + (number * tiles + rank) * 2 + W, rank
 
 
 @gluon.jit
-def key_tiles_before(n, tile, problem, TILE_Q: gl.constexpr, TILE_K: gl.constexpr):
-    """How many key tiles before the program's are seen by query tile n."""
-    first, stop = key_range(n * TILE_Q, tile, problem)
-    return tile[2] // TILE_K - first // TILE_K
-
-
-@gluon.jit
-def query_tile_of_step(step, walk):
-    """Which query tile a step visits, of which head."""
-    tile, runs, problem, rows_of_head = walk
-    count = runs[3] - runs[0]
-    return runs[3] - 1 - step % count, tile[1] * problem[2][1] + step // count
-
-
-@gluon.jit
-def watch(turns, order, walk, TILE_Q: gl.constexpr, TILE_K: gl.constexpr, CONSUMERS: gl.constexpr):
+def watch(
+    t,
+    progress,
+    order,
+    work,
+    TILE_Q: gl.constexpr,
+    TILE_K: gl.constexpr,
+    HEAD_START: gl.constexpr,
+):
     """The warp that tells consumers when their turn has come.
 
-    walk: the program's key tile, the query tiles that see it, the problem, and `rows_of_head`.
+    work: the program's key tile, the query tiles that see it, and the problem.
     """
     if len(order) > 0:
-        tile, runs, problem, rows_of_head = walk
-        for step in range((runs[3] - runs[0]) * problem[2][1]):
-            n, head = query_tile_of_step(step, walk)
-            before = key_tiles_before(n, tile, problem, TILE_Q, TILE_K)
-            for w in gl.static_range(CONSUMERS):
-                turn, phase = barrier_of(w, step, order[0])
-                counted, phase = barrier_of(w, step, order[2])
-                mbarrier.wait(counted, phase ^ 1)
-                count = count_of(w, turns, n, head, walk, TILE_Q, CONSUMERS)
-                have_added = gl.atomic_add(count, 0, sem="acquire")
-                while have_added < before:
-                    have_added = gl.atomic_add(count, 0, sem="acquire")
-                mbarrier.arrive(turn, count=1)
+        tile, runs, problem = work
+        b, head, k_start, start_q, rows_q, start_k, rows_k, seen_k, seen_q, pad = tile
+        before = (b, head, k_start - TILE_K, start_q, rows_q, start_k, rows_k, seen_k, seen_q, pad)
+        runs_before = query_tiles_of(before, problem, TILE_Q, TILE_K)
+        count, count_before = runs[3] - runs[0], runs_before[3] - runs_before[0]
+        mine, rank = count_of(0, t, progress, problem, TILE_K)
+        have = (t * 0, t * 0)
+        for step in range(count * problem[2][1]):
+            # The one before begins with its last query tile as well, which may be an earlier one.
+            behind = runs_before[3] - (runs[3] - 1 - step % count)
+            needed = step // count * count_before + behind
+            if step == 0:
+                needed = min(needed + HEAD_START, count_before * problem[2][1])
+            if (rank == 0) | (behind <= 0):
+                needed = needed * 0
+            first = tell(0, step, needed, have[0], mine - 2, order)
+            second = tell(1, step, needed, have[1], mine - 1, order)
+            have = (first, second)
 
 
 @gluon.jit
-def count_added(W: gl.constexpr, turns, order, walk, TILE_Q: gl.constexpr, CONSUMERS: gl.constexpr):
+def tell(W: gl.constexpr, step, needed, have, count, order):
+    """Tell consumer W that its turn has come, once a count is as needed. have: a past state of it."""
+    turn, phase = barrier_of(W, step, order[0])
+    counted, phase = barrier_of(W, step, order[2])
+    mbarrier.wait(counted, phase ^ 1)
+    while have < needed:
+        have = gl.atomic_add(count, 0, sem="acquire")
+    mbarrier.arrive(turn, count=1)
+    return have
+
+
+@gluon.jit
+def count_added(W: gl.constexpr, t, progress, order, work, TILE_K: gl.constexpr):
     """The warp that counts what consumer W has added."""
     if len(order) > 0:
-        tile, runs, problem, rows_of_head = walk
+        tile, runs, problem = work
+        mine, rank = count_of(W, t, progress, problem, TILE_K)
         for step in range((runs[3] - runs[0]) * problem[2][1]):
-            n, head = query_tile_of_step(step, walk)
             added, phase = barrier_of(W, step, order[1])
             counted, phase = barrier_of(W, step, order[2])
             mbarrier.wait(added, phase)
-            gl.atomic_add(count_of(W, turns, n, head, walk, TILE_Q, CONSUMERS), 1, sem="release")
+            gl.atomic_add(mine, 1, sem="release")
             mbarrier.arrive(counted, count=1)
