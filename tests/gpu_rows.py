@@ -24,3 +24,13 @@ def skip_if_missing(row: str) -> None:
         missing = _KERNELS[row].unavailable(torch.device("cuda", 0))
         if missing is not None:
             pytest.skip(missing)
+
+
+def skip_what_does_not_run(request: pytest.FixtureRequest) -> None:
+    """A test of a kernel that this machine does not have, or of a dtype that the kernel does not take."""
+    if "kernel" not in request.fixturenames:
+        return
+    row = request.getfixturevalue("kernel")
+    skip_if_missing(row)
+    if "dtype" in request.fixturenames and request.getfixturevalue("dtype") not in supported(row):
+        pytest.skip(f"{row} does not take {request.getfixturevalue('dtype')}")

@@ -191,9 +191,7 @@ _HOPPER_BACKWARD: dict[tuple[int, bool], HopperBackwardTile] = {
 }
 
 
-# Where sums to dQ are in order: how far ahead the program before lets one begin, in query tiles, and how
-# many programs may follow one another.
-HEAD_START = 2
+# How many programs at a time add to the same dQ, where they do so in order.
 FOLLOWING = 8
 
 

@@ -26,9 +26,10 @@ SUPPORTED = KERNEL.backward
 RANDOM = 30
 
 
-def simulate(p: Problem, seeds: Iterable[int] = (0,)) -> None:
-    """Gradients of a right forward under several schedules; none may be found fault with."""
+def simulate(p: Problem, seeds: Iterable[int] = (0,), **options: Any) -> list[torch.Tensor]:
+    """Gradients of a right forward under several schedules; none may be found fault with. dQ of each."""
     t = problems.tensors(p)
+    dqs = []
     exact = t.x._replace(**{name: getattr(t.x, name).double() for name in "qkv"})
     out, lse = reference.attention(t.spec, exact, torch.float64)
     out, lse = out.to(t.spec.dtype), lse.float()
@@ -39,7 +40,7 @@ def simulate(p: Problem, seeds: Iterable[int] = (0,)) -> None:
         if not t.spec.ragged:
             for name in "qkv":
                 getattr(grads, name).fill_(torch.nan)
-        with sim.intercept(seed=seed) as reports:
+        with sim.intercept(seed=seed, **options) as reports:
             backward(
                 t.spec, t.x._replace(**rows), out, lse, lse, _rows(dout),
                 None if p.loss == "out" else t.dlse, grads,
@@ -48,6 +49,8 @@ def simulate(p: Problem, seeds: Iterable[int] = (0,)) -> None:
             report.raise_if_any()
         got = {"out": out, "lse": lse, "dq": grads.q, "dk": grads.k, "dv": grads.v}
         problems.check_results(p, t, got)
+        dqs.append(grads.q)
+    return dqs
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
@@ -106,6 +109,34 @@ def test_packed_and_used_lengths(dims, sim_seeds: range, monkeypatch: pytest.Mon
     many = replace(p, heads_kv=3)
     assert heads_together(problems.tensors(many).spec) == 2
     simulate(many)
+
+
+def in_any_order(p: Problem, seeds: range) -> bool:
+    """Whether dQ is the same to the bit, whoever of three programs at a time is fast or slow."""
+    first, *others = simulate(p, seeds[:5] if len(seeds) > 1 else range(3), together=True, resident=3)
+    return all(torch.equal(first, other) for other in others)
+
+
+@pytest.mark.parametrize("form", MASKS)
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256)])
+def test_deterministic_whoever_is_fast(dims, form: str, sim_seeds: range):
+    """Sums depend on who adds first; and who waits for whom must not go in a circle."""
+    p = Problem(((300, 700),), 1, 2, *dims, "bf16", seed=1, deterministic=True, **MASKS[form])
+    assert in_any_order(p, sim_seeds)
+
+
+def test_deterministic_with_heads_and_sequences(sim_seeds: range):
+    """Whom a program follows is of the same sequence and head, also where those are short."""
+    lengths = ((300, 500), (5, 200), (200, 5), (0, 300), (130, 0), (260, 390))
+    p = Problem(lengths, 2, 1, 64, 64, "bf16", varlen=True, causal=True, deterministic=True)
+    assert in_any_order(p, sim_seeds)
+    used = Problem(((300, 500),) * 2, 2, 2, 64, 64, "bf16", used_q=(300, 33), used_k=(170, 500))
+    assert in_any_order(replace(used, deterministic=True, window=(90, 60)), sim_seeds)
+
+
+def test_free_gradients_depend_on_who_is_fast():
+    """Else the tests of order above would show nothing."""
+    assert not in_any_order(Problem(((300, 700),), 1, 2, 64, 64, "bf16", seed=1), range(5))
 
 
 SIZE = Size(

@@ -8,7 +8,7 @@ import accuracy
 import problems
 import pytest
 import torch
-from gpu_rows import ROWS, skip_if_missing
+from gpu_rows import ROWS, skip_what_does_not_run, supported
 from problems import Problem, how
 
 from tilewise import attention, attention_varlen, explain
@@ -30,8 +30,7 @@ FORMS = {
 
 @pytest.fixture(autouse=True)
 def runs_here(request: pytest.FixtureRequest):
-    if "kernel" in request.fixturenames:
-        skip_if_missing(request.getfixturevalue("kernel"))
+    skip_what_does_not_run(request)
 
 
 def assert_same(a: problems.Results, b: problems.Results) -> None:
@@ -43,6 +42,8 @@ def assert_same(a: problems.Results, b: problems.Results) -> None:
 @pytest.mark.parametrize("kernel", ROWS)
 def test_deterministic_over_many_runs(kernel: str, form: str):
     """Races and atomics show now and then, not every time."""
+    if not problems.features(FORMS[form]) <= supported(kernel):
+        pytest.skip(f"{kernel} does not take {form}")
     t = problems.tensors(FORMS[form], DEVICE)
     first = problems.run(FORMS[form], t, **how(kernel))
     problems.check_results(FORMS[form], t, first)

@@ -18,7 +18,7 @@ from dataclasses import replace
 import problems
 import pytest
 from edges import ALONE, EDGES
-from gpu_rows import ROWS, skip_if_missing, supported
+from gpu_rows import ROWS, skip_what_does_not_run, supported
 from problems import Problem, Size, how
 
 from tilewise import UnsupportedError, dispatch
@@ -31,8 +31,7 @@ BLOCK = 10  # of them in one test
 
 @pytest.fixture(autouse=True)
 def runs_here(request: pytest.FixtureRequest):
-    if "kernel" in request.fixturenames:
-        skip_if_missing(request.getfixturevalue("kernel"))
+    skip_what_does_not_run(request)
 
 
 def edge_cases():

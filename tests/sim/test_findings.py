@@ -208,6 +208,13 @@ def test_spinning_is_a_livelock() -> None:
     assert "waits_for_ever:" in findings(broken.waits_for_ever, flag, 1)["livelock"]
 
 
+def test_who_looks_in_vain_sleeps_but_may_give_up() -> None:
+    """A loop that gives up is no livelock, though nothing that it looks at changes."""
+    flag = torch.zeros(1, dtype=torch.int32)
+    assert sim.launch(broken.waits_for_a_while, (1,), (flag, 1)).ok
+    assert flag.item() == 50
+
+
 @pytest.mark.skipif(not hasattr(gl, "atomic_poll"), reason="needs Triton 3.9")
 def test_polling_is_a_deadlock() -> None:
     flag = torch.zeros(1, dtype=torch.int32)

@@ -70,6 +70,7 @@ class Engine:
         self.partition: Partition | None = None
         self.ctas: list[Any] = []
         self.pending: deque[tuple[int, int, int]] = deque()  # programs of the launch not yet started
+        self.dozing: list[Callable[[], None]] = []  # wakes those who look for a change in vain
         self.services: dict[type, Any] = {}
         self.hub = greenlet.getcurrent()
         cost.attach(self)
@@ -94,7 +95,9 @@ class Engine:
         self.hub = greenlet.getcurrent()
         try:
             with Watchdog(self, self.options.watchdog_seconds):
-                while self.heap:
+                while self.heap or self.dozing:
+                    if not self.heap:
+                        self._rouse()
                     self.now, _, event = heapq.heappop(self.heap)
                     event()
                 self._finish()
@@ -105,6 +108,13 @@ class Engine:
                 if p.greenlet and not p.greenlet.dead:
                     p.greenlet.throw(greenlet.GreenletExit)
             _current = previous
+
+    def _rouse(self) -> None:
+        """Nobody else can run: those who look in vain look again, which ends in a livelock or in a loop
+        that gives up."""
+        dozing, self.dozing = self.dozing, []
+        for wake in dozing:
+            self.at(self.now, wake)
 
     def _finish(self) -> None:
         stuck = [p for p in self.partitions if not p.done]
@@ -173,6 +183,8 @@ class Partition:
         self.wait_reason: Callable[[], tuple[str, str]] | None = None
         self.wait_site: Site | None = None
         self.last_site: Site | None = None
+        self.steps = 0  # visible actions so far
+        self.looked: Any = None  # at what a scalar atomic looked in vain: address, value, step
         self.joiners: list[Callable[[], None]] = []
         self.queues: dict[type, Any] = {}
         self.greenlet: Any = greenlet.greenlet(
@@ -244,6 +256,7 @@ class Partition:
     def point(self) -> Site:
         """A place where the interleaving matters, called before every visible action: the place."""
         e = self.engine
+        self.steps += 1
         self.t = max(self.t, e.now) + e.cost.step(self)
         self.sync()
         self.last_site = self.site()
@@ -274,6 +287,25 @@ class Partition:
         self.wait_reason = self.wait_site = None
         self.t = self.engine.now
         self.engine.cost.waited(self, what, start)
+
+    def doze(self, watch: Callable[[Callable[[], None]], None], what: str, site: Site) -> None:
+        """Sleep until what it looks at in vain has changed, or nobody else can run.
+
+        So a loop that spins while a copy is held back takes one step and not thousands.
+        """
+        asleep = True
+
+        def wake() -> None:
+            nonlocal asleep
+            if asleep:
+                asleep = False
+                self.resume()
+
+        watch(wake)
+        self.engine.dozing.append(wake)
+        self.block(what, lambda: (f"{what} to change", self.engine.apart), site)
+        if wake in self.engine.dozing:
+            self.engine.dozing.remove(wake)
 
     def waiting(self) -> str:
         """For a message: what this partition waits for, where, and what is missing; a line each."""

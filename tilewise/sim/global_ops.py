@@ -124,6 +124,7 @@ def _read_modify_write(
     cluster.meet(p)  # a scalar atomic runs once per cluster, and every CTA gets the result
     if p.cta.rank == 0:
         if on:
+            _doze_if_in_vain(p, memory, int(off), fn, site)
             key = _lock_key(pointer, int(off), scope, p)
             if acquire:
                 log().synchronise(p, key, True, False)
@@ -140,6 +141,16 @@ def _read_modify_write(
         cluster.results[p.name] = old
     cluster.meet(p)
     return scalar(np.asarray(cluster.results[p.name]).item(), memory.dtype)
+
+
+def _doze_if_in_vain(p: Any, memory: Any, off: int, fn: Callable[[Any], Any], site: Any) -> None:
+    """Puts off a look at what the partition saw in its last step as well, if it would change nothing."""
+    address = (memory.storage, memory.first_byte + off * memory.dtype.itemsize)
+    value = memory.array[off]
+    in_vain = fn(value) == value
+    if in_vain and p.looked == (address, value, p.steps - 1):
+        p.doze(lambda wake: log().watch(address, wake), f"{memory.name}[{off}]", site)
+    p.looked = (address, value, p.steps) if in_vain else None
 
 
 def _apply(array: Any, off: Any, fn: Any, on: Any) -> None:

@@ -298,6 +298,14 @@ def waits_for_ever(y_ptr, N):
 
 
 @gluon.jit
+def waits_for_a_while(y_ptr, N):
+    tries = 0
+    while (gl.atomic_add(y_ptr, 0) != N) & (tries < 50):
+        tries += 1
+    gl.store(y_ptr, tries)
+
+
+@gluon.jit
 def polls_for_ever(y_ptr, N):
     gl.atomic_poll(y_ptr, N)
 

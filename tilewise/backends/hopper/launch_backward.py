@@ -76,7 +76,6 @@ def plan_backward(spec: AttentionSpec, of_head: int, of_entry: int) -> Plan:
         "DS_STAGES": tile.ds_stages,
         "P_STAGES": tile.p_stages,
         "KV_IN_REGISTERS": tile.kv_in_registers,
-        "HEAD_START": schedule.HEAD_START,
         "RAGGED": spec.ragged,
         "REGISTERS": tile.registers,
     }

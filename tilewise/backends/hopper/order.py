@@ -9,7 +9,7 @@ Nobody waits for a program that cannot run: each takes its key tile when it begi
 before it have begun. And waiting is rare: so many heads take turns that few programs follow one another
 at a time, and all walk from the last queries to the first. Under a causal mask or a window, programs
 that begin together then come to a query tile in the order of their key tiles anyway; without one, each
-lets the one before it get HEAD_START query tiles ahead, and keeps that distance.
+falls a query tile or two behind the one before it, and stays there.
 """
 
 from __future__ import annotations
@@ -84,15 +84,7 @@ def count_of(W: gl.constexpr, t, progress, problem, TILE_K: gl.constexpr):
 
 
 @gluon.jit
-def watch(
-    t,
-    progress,
-    order,
-    work,
-    TILE_Q: gl.constexpr,
-    TILE_K: gl.constexpr,
-    HEAD_START: gl.constexpr,
-):
+def watch(t, progress, order, work, TILE_Q: gl.constexpr, TILE_K: gl.constexpr):
     """The warp that tells consumers when their turn has come.
 
     work: the program's key tile, the query tiles that see it, and the problem.
@@ -109,8 +101,6 @@ def watch(
             # The one before begins with its last query tile as well, which may be an earlier one.
             behind = runs_before[3] - (runs[3] - 1 - step % count)
             needed = step // count * count_before + behind
-            if step == 0:
-                needed = min(needed + HEAD_START, count_before * problem[2][1])
             if (rank == 0) | (behind <= 0):
                 needed = needed * 0
             first = tell(0, step, needed, have[0], mine - 2, order)
