@@ -27,7 +27,7 @@ def skip_if_missing(row: str) -> None:
 
 
 def skip_what_does_not_run(request: pytest.FixtureRequest) -> None:
-    """A test of a kernel that this machine does not have, or of a dtype that the kernel does not take."""
+    """Skips a test of a kernel that this machine does not have, or of a dtype that it does not take."""
     if "kernel" not in request.fixturenames:
         return
     row = request.getfixturevalue("kernel")
