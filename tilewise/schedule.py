@@ -192,7 +192,7 @@ _HOPPER_BACKWARD: dict[tuple[int, bool], HopperBackwardTile] = {
 
 
 # How many programs at a time add to the same dQ, where they do so in order.
-FOLLOWING = 8
+FOLLOWING = 4
 
 
 def hopper_backward_tile(spec: AttentionSpec) -> HopperBackwardTile:

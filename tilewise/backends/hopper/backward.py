@@ -41,7 +41,7 @@ from tilewise.backends.hopper.backward_parts import (
 )
 from tilewise.backends.hopper.backward_wide import differentiate, weigh
 from tilewise.backends.hopper.launch_backward import launch_backward
-from tilewise.backends.hopper.order import count_added, make_order, next_program, watch
+from tilewise.backends.hopper.order import end_of_steps, next_program, watch
 from tilewise.backends.hopper.tile import (
     key_tile,
     logits,
@@ -97,7 +97,8 @@ def consume(
             dk, dv = visit(W, step, n, before, keys, state, shared, work, factors, turns, FIRST=False)
         ds_ring.wait_full(steps - 1)
         dq = warpgroup_mma_wait(0, [start_my_dq(W, steps - 1, shared)])
-        add_my_dq(W, dq, steps - 1, row, shared)
+        add_my_dq(W, dq, row, shared)
+        end_of_steps(steps, ring, problem)
     rows = (b, kv_head, start_k, k_start + W * ROWS, seen_k)
     store_rows(dk * factors[2], results[0], rows)
     store_rows(dv, results[1], rows)
@@ -172,7 +173,7 @@ def visit(
         dk_token = warpgroup_mma(ds_left, q, dk, is_async=True)
         dv, dq = warpgroup_mma_wait(1, [dv_token, dq_token])
         ds_ring.release(step - 1)
-        add_my_dq(W, dq, step - 1, before, shared)
+        add_my_dq(W, dq, before, shared)
         dk = warpgroup_mma_wait(0, [dk_token])
     ring.release(step)
     return dk, dv
@@ -201,14 +202,14 @@ def start_my_dq(W: gl.constexpr, step, shared):
 
 
 @gluon.jit
-def add_my_dq(W: gl.constexpr, dq, step, row, shared):
+def add_my_dq(W: gl.constexpr, dq, row, shared):
     """Add that to the accumulator; the tile begins with a row."""
     TILE_Q: gl.constexpr = shared[0].buffer.shape[1]
     BLOCK_D: gl.constexpr = shared[2][0].shape[2]
     if TILE_Q > 64:
-        add_dq(W * 64, 0, dq, step, row, shared)
+        add_dq(W * 64, 0, dq, row, shared)
     else:
-        add_dq(0, W * BLOCK_D // CONSUMERS, dq, step, row, shared)
+        add_dq(0, W * BLOCK_D // CONSUMERS, dq, row, shared)
 
 
 @gluon.jit(
@@ -270,11 +271,11 @@ def backward_kernel(
     DTYPE: gl.constexpr = q_desc.dtype
     statistics: gl.constexpr = lse_desc.layout
     ring, beside, once, ds_ring = make_buffers(
-        DTYPE, statistics, TILE_Q, TILE_K, BLOCK_D, BLOCK_DV, STAGES, DS_STAGES
+        DTYPE, statistics, TILE_Q, TILE_K, BLOCK_D, BLOCK_DV, STAGES, DS_STAGES, progress is not None
     )
     lengths = (cu_q, cu_k, used_q, used_k, max_q, max_k)
-    problem = ((0, None), lengths, (heads, group, batch_heads, together), (left, right))
     t = next_program(progress)
+    problem = ((t, progress), lengths, (heads, group, batch_heads, together), (left, right))
     tile = key_tile(t, problem, TILE_K, TILE_Q, rows_of_entry)
     runs = query_tiles_of(tile, problem, TILE_Q, TILE_K)
     inputs = (k_desc, v_desc, q_desc, dout_desc, lse_desc, minus_delta_desc)
@@ -282,10 +283,7 @@ def backward_kernel(
     dv_to = (dv_ptr, (dv_batch, dv_row, dv_head), columns_dv)
     results = (dk_to, dv_to)
     factors = (scale, softcap, gradient_scale)
-    order = ()
-    if progress is not None:
-        order = make_order(CONSUMERS)
-    shared = (ring, beside, once, ds_ring, (dq_ptr, rows_of_head, order))
+    shared = (ring, beside, once, ds_ring, (dq_ptr, rows_of_head))
     work = (tile, runs, problem)
     if P_STAGES > 0:
         scores: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE_K, TILE_Q], DTYPE)
@@ -294,13 +292,11 @@ def backward_kernel(
             [
                 (weigh, (dv_to, shared, p_ring, work, factors, FILLED_D, FILLED_DV)),
                 (differentiate, (dk_to, shared, p_ring, work, factors, FILLED_D, FILLED_DV)),
-                (produce, (inputs, ring, beside, once, tile, runs, problem, rows_of_head, RAGGED)),
-                (watch, (t, progress, order, work, TILE_Q, TILE_K)),
-                (count_added, (0, t, progress, order, work, TILE_K)),
-                (count_added, (1, t, progress, order, work, TILE_K)),
+                (produce, (inputs, shared, work, TILE_K, RAGGED)),
+                (watch, (ds_ring, work, TILE_Q, TILE_K)),
             ],
-            [4, 1, 1, 1, 1],
-            [REGISTERS, 24, 24, 24, 24],
+            [4, 1, 1],
+            [REGISTERS, 24, 24],
         )
     else:
         turns = make_turns()
@@ -308,13 +304,11 @@ def backward_kernel(
             [
                 (consume, (0, results, shared, work, factors, turns, KV_IN_REGISTERS)),
                 (consume, (1, results, shared, work, factors, turns, KV_IN_REGISTERS)),
-                (produce, (inputs, ring, beside, once, tile, runs, problem, rows_of_head, RAGGED)),
-                (watch, (t, progress, order, work, TILE_Q, TILE_K)),
-                (count_added, (0, t, progress, order, work, TILE_K)),
-                (count_added, (1, t, progress, order, work, TILE_K)),
+                (produce, (inputs, shared, work, TILE_K, RAGGED)),
+                (watch, (ds_ring, work, TILE_Q, TILE_K)),
             ],
-            [4, 1, 1, 1, 1],
-            [REGISTERS, 24, 24, 24, 24],
+            [4, 1, 1],
+            [REGISTERS, 24, 24],
         )
 
 

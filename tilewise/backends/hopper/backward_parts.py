@@ -2,7 +2,7 @@
 
 In all of it ``shared`` is what lies in shared memory: the ring of Q; what comes with it, dO and the row
 statistics; what comes once, K and V and their barrier, in parts of 64 keys; the ring through which
-consumers exchange dS; and where dQ goes, and in which order.
+consumers exchange dS; and where dQ goes.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma
 
 from tilewise.backends.hopper.launch_backward import CONSUMERS as _CONSUMERS
-from tilewise.backends.hopper.order import end_turn, wait_for_turn
+from tilewise.backends.hopper.order import count_added, count_last_added
 from tilewise.backends.hopper.tile import query_range
 from tilewise.gluon.compat import label, label_stages, tma_load
 from tilewise.gluon.ragged import coordinates
@@ -31,6 +31,7 @@ def make_buffers(
     BLOCK_DV: gl.constexpr,
     STAGES: gl.constexpr,
     DS_STAGES: gl.constexpr,
+    ORDERED: gl.constexpr,
 ):
     """The first four of ``shared``. statistics: layout of the row statistics."""
     ROWS: gl.constexpr = 64
@@ -48,7 +49,8 @@ def make_buffers(
     v_s = gl.allocate_shared_memory(DTYPE, [PARTS, ROWS, BLOCK_DV], keys_dv)
     kv_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(kv_full, count=1)
-    ds_ring = make_ring("dS", DTYPE, [ROWS, TILE_Q], keys_queries, DS_STAGES, CONSUMERS, PARTS, PARTS)
+    WRITERS: gl.constexpr = PARTS + (1 if ORDERED else 0)  # see ``order``
+    ds_ring = make_ring("dS", DTYPE, [ROWS, TILE_Q], keys_queries, DS_STAGES, CONSUMERS, PARTS, WRITERS)
     label_stages(dout_s, "dO")
     label_stages(lse_s, "lse")
     label_stages(minus_delta_s, "-delta")
@@ -59,8 +61,11 @@ def make_buffers(
 
 
 @gluon.jit
-def produce(inputs, ring, beside, once, tile, runs, problem, rows_of_head, RAGGED: gl.constexpr):
+def produce(inputs, shared, work, TILE_K: gl.constexpr, RAGGED: gl.constexpr):
     """The producer: K and V once, then Q and dO with their log-sum-exps and negated deltas."""
+    ring, beside, once, ds_ring, dq_rows = shared
+    tile, runs, problem = work
+    rows_of_head = dq_rows[1]
     k_desc, v_desc, q_desc, dout_desc, lse_desc, minus_delta_desc = inputs
     dout_s, lse_s, minus_delta_s = beside
     k_s, v_s, kv_full = once
@@ -95,6 +100,9 @@ def produce(inputs, ring, beside, once, tile, runs, problem, rows_of_head, RAGGE
         load_beside(ring, step, dout_desc, at, dout_s)
         load_beside(ring, step, lse_desc, [statistic], lse_s)
         load_beside(ring, step, minus_delta_desc, [statistic], minus_delta_s)
+        count_added(step, ring, problem, TILE_K)
+    if count > 0:
+        count_last_added(count * group, ring, problem, TILE_K)
 
 
 @gluon.jit
@@ -180,18 +188,15 @@ def start_dq(ROW: gl.constexpr, COLUMN: gl.constexpr, COLUMNS: gl.constexpr, ste
 
 
 @gluon.jit
-def add_dq(ROW: gl.constexpr, COLUMN: gl.constexpr, dq, step, row, shared):
-    """Add a part of the dQ tile of a step, which begins with a row, to the accumulator."""
+def add_dq(ROW: gl.constexpr, COLUMN: gl.constexpr, dq, row, shared):
+    """Add a part of the dQ tile that begins with a row to the accumulator."""
     BLOCK_D: gl.constexpr = shared[2][0].shape[2]
     dq = in_fragments(dq)
     layout: gl.constexpr = dq.type.layout
     base = shared[4][0] + (row.to(gl.int64) * BLOCK_D + (ROW * BLOCK_D + COLUMN * 64))
     r = gl.arange(0, dq.shape[0], gl.SliceLayout(1, layout)) * 256
     c = gl.arange(0, 256, gl.SliceLayout(0, layout))
-    W: gl.constexpr = 0 if ROW + COLUMN == 0 else 1
-    wait_for_turn(W, step, shared[4][2])
     gl.atomic_add(base + (r[:, None] + c[None, :]), dq, sem="relaxed")
-    end_turn(W, step, shared[4][2])
 
 
 @gluon.jit

@@ -36,6 +36,7 @@ from tilewise.backends.hopper.backward_parts import (
     spread_over_keys,
     start_dq,
 )
+from tilewise.backends.hopper.order import end_of_steps
 from tilewise.backends.hopper.tile import logits, softcap_slope, store_rows
 
 
@@ -67,7 +68,8 @@ def weigh(
             dv = visit_weights(at, dv, shared, p_ring, work, factors, FILLED_D, FIRST=False)
         ds_ring.wait_full(steps - 1)
         dq = warpgroup_mma_wait(0, [start_dq(0, 0, DQ_COLUMNS, steps - 1, shared)])
-        add_dq(0, 0, dq, steps - 1, row, shared)
+        add_dq(0, 0, dq, row, shared)
+        end_of_steps(steps, ring, problem)
     store_gradient(dv, 1.0, to, tile)
 
 
@@ -92,6 +94,7 @@ def differentiate(
         for step in range(steps):
             dk = visit_gradients(step, row, dk, shared, p_ring, factors, FILLED_D, FILLED_DV)
             n, row = next_query_tile(n, row, runs, shared)
+        end_of_steps(steps, ring, problem)
     store_gradient(dk, factors[2], to, tile)
 
 
@@ -184,7 +187,7 @@ def add_products(
     gradient = start_gradient(weights, x, gradient)
     dq = warpgroup_mma_wait(PRODUCTS, [dq_token])
     ds_ring.release(step)
-    add_dq(0, COLUMN, dq, step, row, shared)
+    add_dq(0, COLUMN, dq, row, shared)
     return wait_for_gradient(gradient)
 
 

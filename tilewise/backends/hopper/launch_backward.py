@@ -106,8 +106,7 @@ def launch_backward(
     lse_rows, minus_delta_rows = statistics
     progress = None
     if spec.deterministic:
-        counts = plan.launch.programs * CONSUMERS
-        progress = torch.zeros(1 + counts, dtype=torch.int32, device=spec.device)
+        progress = torch.zeros(1 + plan.launch.programs, dtype=torch.int32, device=spec.device)
     flat = gl.NVMMASharedLayout(0, 32, rank=1)
     block_d, block_dv = plan.blocks
     with on_device(spec.device):
