@@ -37,13 +37,13 @@ def _filled(head_dim: int) -> int:
     return block * 3 // 4 if 128 < head_dim <= block * 3 // 4 else block
 
 
-def _heads_at_a_time(spec: AttentionSpec, programs: int) -> int:
-    """Of how many key heads key tiles are computed at a time."""
-    heads = spec.batch * spec.heads_kv
+def _heads_at_a_time(spec: AttentionSpec) -> int:
+    """Of how many key heads key tiles are computed at a time: those that fit the L2 cache, or so many
+    that few programs wait for each other."""
     fit = max(1, heads_together(spec) // spec.group)
     if not spec.deterministic:
         return fit
-    return min(heads, max(fit, triton.cdiv(schedule.multiprocessors(spec.device), schedule.FOLLOWING)))
+    return max(fit, triton.cdiv(schedule.multiprocessors(spec.device), schedule.FOLLOWING))
 
 
 @lru_cache(maxsize=1024)
@@ -57,7 +57,7 @@ def plan_backward(spec: AttentionSpec, of_head: int, of_entry: int) -> Plan:
         "heads": spec.heads_kv,
         "group": spec.group,
         "batch_heads": heads,
-        "together": _heads_at_a_time(spec, programs),
+        "together": _heads_at_a_time(spec),
         "left": spec.window_left,
         "right": spec.window_right,
         **score_factors(spec),
