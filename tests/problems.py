@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -345,15 +345,15 @@ class Size(NamedTuple):
     dtypes: Sequence[str] = ("fp32", "fp16", "bf16", "fp64")
 
 
-def draw(pick: Pick, features: frozenset[str], size: Size) -> Problem:
+def draw(pick: Pick, features: frozenset[str], size: Size, every: bool = False) -> Problem:
     """A random problem that a kernel with these features (rows of ``dispatch.FEATURES``) must solve.
 
-    pick: chooses one of a sequence; all randomness comes from here.
+    pick: chooses one of a sequence; all randomness comes from here. every: it has all the features.
     """
 
     def maybe(feature: str, odds: int = 3) -> bool:
         """One in ``odds``, if the kernel can."""
-        return feature in features and pick([False] * (odds - 1) + [True])
+        return feature in features and (every or pick([False] * (odds - 1) + [True]))
 
     dtype = pick([name for name in size.dtypes if name in features])
     head_dim = pick(size.head_dims)
@@ -408,6 +408,18 @@ def draw(pick: Pick, features: frozenset[str], size: Size) -> Problem:
 def random_problem(seed: int, features: frozenset[str], size: Size) -> Problem:
     """Problem number ``seed``."""
     return draw(random.Random(seed).choice, features, size)
+
+
+def alike(kind: Problem, seed: int, size: Size) -> Problem:
+    """Another random problem for which the same kernels are compiled, which takes most of the time:
+    with other lengths, heads, windows, values and strides."""
+    of_kind = size._replace(head_dims=(kind.head_dim,))
+    p = draw(random.Random(seed).choice, features(kind), of_kind, every=True)
+    window = tuple(None if k is None else w or 0 for k, w in zip(kind.window, p.window, strict=True))
+    used_q = None if kind.used_q is None else p.used_q or tuple(q for q, _ in p.lengths)
+    return replace(
+        p, head_dim_v=kind.head_dim_v, window=window, used_q=used_q, softcap=kind.softcap, loss=kind.loss
+    )
 
 
 @st.composite

@@ -43,7 +43,7 @@ def _heads_at_a_time(spec: AttentionSpec) -> int:
     fit = max(1, heads_together(spec) // spec.group)
     if not spec.deterministic:
         return fit
-    return max(fit, triton.cdiv(schedule.multiprocessors(spec.device), schedule.FOLLOWING))
+    return max(fit, triton.cdiv(schedule.multiprocessors(spec.device), schedule.following(spec)))
 
 
 @lru_cache(maxsize=1024)
