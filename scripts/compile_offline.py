@@ -133,6 +133,7 @@ ALL_CASES = CASES | GLUON_CASES
 KNOWN_SPILLS = {
     "d128-broken-fp16-causal": 26,
     "d128-broken-full": 5,
+    "d128-deterministic-backward": 1,
     "d128-fp16-causal": 26,
     "d128-softcap-backward": 78,
     "d256-broken-fp16-causal": 2,
@@ -145,6 +146,7 @@ KNOWN_SPILLS = {
     "d64-broken-full": 12,
     "d64-causal": 116,
     "d64-causal-backward": 27,
+    "d64-deterministic-backward": 33,
     "d64-fp16-causal": 45,
     "d64-fp16-causal-backward": 27,
     "d64-full-backward": 10,

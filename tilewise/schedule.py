@@ -191,9 +191,9 @@ _HOPPER_BACKWARD: dict[tuple[int, bool], HopperBackwardTile] = {
 }
 
 
-# How many programs at a time add to the same dQ where they do so in order, by whether a head dim is above
-# 128 and whether there is a mask. The more, the longer the last waits at first; the fewer, the more heads
-# are at work at once, and what they read and add to must fit the L2 cache.
+# How many programs at a time add to the same dQ where they do so in order, by whether a head dim is
+# above 128 and whether there is a mask. The more, the longer the last waits at first; the fewer, the
+# more heads are at work at once, and what they read and add to must fit the L2 cache.
 _FOLLOWING = {(False, False): 4, (False, True): 4, (True, False): 66, (True, True): 8}
 
 
