@@ -185,9 +185,9 @@ _HOPPER_BACKWARD: dict[tuple[int, bool], HopperBackwardTile] = {
     (128, False): HopperBackwardTile(64, 128, 3, 2),
     (128, True): HopperBackwardTile(64, 128, 3, 3),
     (192, False): HopperBackwardTile(64, 64, 3, 2, p_stages=2),
-    (192, True): HopperBackwardTile(64, 64, 3, 2, p_stages=2),
+    (192, True): HopperBackwardTile(64, 64, 3, 2, p_stages=1),
     (256, False): HopperBackwardTile(64, 64, 2, 2, p_stages=2),
-    (256, True): HopperBackwardTile(64, 64, 2, 2, p_stages=2),
+    (256, True): HopperBackwardTile(64, 64, 2, 2, p_stages=1),
 }
 
 

@@ -111,6 +111,13 @@ def test_packed_and_used_lengths(dims, sim_seeds: range, monkeypatch: pytest.Mon
     simulate(many)
 
 
+@pytest.mark.parametrize("dim", [64, 128, 136, 256])
+def test_a_softcap_that_saturates(dim: int):
+    """Weights times its slope, rounded, were off by more than sums that cancel can bear."""
+    p = Problem(((129, 97),) * 2, 2, 1, dim, dim, "bf16", causal=True, loss="out", seed=748)
+    simulate(replace(p, scale=1, softcap=1, values=3.0))
+
+
 def in_any_order(p: Problem, seeds: range) -> bool:
     """Whether dQ is the same to the bit, whoever of three programs at a time is fast or slow."""
     first, *others = simulate(p, seeds[:5] if len(seeds) > 1 else range(3), together=True, resident=3)

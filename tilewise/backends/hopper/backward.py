@@ -287,7 +287,9 @@ def backward_kernel(
     work = (tile, runs, problem)
     if P_STAGES > 0:
         scores: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE_K, TILE_Q], DTYPE)
-        p_ring = make_ring("P", DTYPE, [TILE_K, TILE_Q], scores, P_STAGES, consumers=1)
+        # Times the slope of a softcap it is passed on in two numbers: sums of it may cancel.
+        PARTS: gl.constexpr = 1 if softcap is None else 2
+        p_ring = make_ring("P", DTYPE, [TILE_K, TILE_Q], scores, P_STAGES, consumers=1, parts=PARTS)
         gl.warp_specialize(
             [
                 (weigh, (dv_to, shared, p_ring, work, factors, FILLED_D, FILLED_DV)),

@@ -11,10 +11,10 @@ all columns are one product each: in halves they take more registers than Triton
 
 Each has in registers what its last product takes from the left, and works as much as the other whatever
 the head dims. P^T goes from the first to the second through shared memory, in the inputs' dtype, as
-plain PyTorch has it; with softcap the slope is in it already, for dV takes the weights from registers.
-dS^T goes there for dQ, of whose columns each computes half: the first a query tile late, so that it
-never waits for dS of the weights it has just handed over. Both begin dQ before their own gradient, under
-which it is then added to memory.
+plain PyTorch has it; with softcap the slope is in it already, for dV takes the weights from registers,
+and what rounding takes from the two goes along. dS^T goes there for dQ, of whose columns each computes
+half: the first a query tile late, so that it never waits for dS of the weights it has just handed over.
+Both begin dQ before their own gradient, under which it is then added to memory.
 """
 
 from __future__ import annotations
@@ -232,6 +232,8 @@ def visit_weights(
         p *= softcap_slope(s, softcap)
     p_ring.wait_empty(step)
     p_ring.stage(step).store(p.to(DTYPE))
+    if p_ring.parts > 1:
+        p_ring.stage(step, 1).store((p - p.to(DTYPE).to(gl.float32)).to(DTYPE))
     p_ring.hand_over(step)
     dout = dout_s.index(st)
     if FIRST:
@@ -267,9 +269,11 @@ def visit_gradients(
     minus_delta = minus_delta_s.index(st).load(gl.SliceLayout(0, scores))
     dp = spread_over_keys(minus_delta, factors[0], TILE_K, scores)
     dp_token = start_scores(v, dout_s.index(st), dp, FILLED_DV, ADD=True)
-    p = p_ring.wait_full(step).load(scores)
+    p = p_ring.wait_full(step).load(scores).to(gl.float32)
+    if p_ring.parts > 1:
+        p += p_ring.stage(step, 1).load(scores).to(gl.float32)
     dp = warpgroup_mma_wait(0, [dp_token])
-    ds = (p.to(gl.float32) * dp).to(DTYPE)
+    ds = (p * dp).to(DTYPE)
     ds_ring.wait_empty(step)
     ds_ring.stage(step).store(ds)
     ds_ring.hand_over(step)
