@@ -191,17 +191,6 @@ _HOPPER_BACKWARD: dict[tuple[int, bool], HopperBackwardTile] = {
 }
 
 
-# How many programs at a time add to the same dQ where they do so in order, by whether a head dim is
-# above 128 and whether there is a mask. The more, the longer the last waits at first; the fewer, the
-# more heads are at work at once, and what they read and add to must fit the L2 cache.
-_FOLLOWING = {(False, False): 4, (False, True): 4, (True, False): 66, (True, True): 8}
-
-
-def following(spec: AttentionSpec) -> int:
-    """How many programs of the deterministic Hopper backward follow one another at a time."""
-    return _FOLLOWING[max(spec.head_dim, spec.head_dim_v) > 128, spec.window != (None, None)]
-
-
 def hopper_backward_tile(spec: AttentionSpec) -> HopperBackwardTile:
     """The tile of the Hopper backward."""
     smaller, larger = sorted((spec.head_dim, spec.head_dim_v))
@@ -209,6 +198,17 @@ def hopper_backward_tile(spec: AttentionSpec) -> HopperBackwardTile:
     if smaller <= 128 < larger:
         dim = 192
     return _HOPPER_BACKWARD[dim, spec.softcap is not None]
+
+
+# How many programs at a time add to the same dQ where they do so in order, by whether the consumers are
+# those of large head dims and whether there is a mask. The more, the longer the last waits at first; the
+# fewer, the more heads are at work at once, and what they read and add to must fit the L2 cache.
+_FOLLOWING = {(False, False): 4, (False, True): 4, (True, False): 66, (True, True): 8}
+
+
+def following(spec: AttentionSpec) -> int:
+    """How many programs of the deterministic Hopper backward follow one another at a time."""
+    return _FOLLOWING[hopper_backward_tile(spec).p_stages > 0, spec.window != (None, None)]
 
 
 # Bytes of keys and values that stay in the L2 cache while a kernel runs. An H200 has 50 MB, in two

@@ -29,6 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from tilewise.backends.hopper.around import finish_dq, prepare_rows
 from tilewise.backends.hopper.backward_parts import (
     CONSUMERS,
+    accumulator,
     add_dq,
     afresh,
     first_query_tile,
@@ -72,12 +73,7 @@ def consume(
     b, kv_head, k_start, start_q, seqlen_q, start_k, seqlen_k, seen_k, seen_q, pad = tile
     TILE_Q: gl.constexpr = ring.buffer.shape[1]
     ROWS: gl.constexpr = k_s.shape[1]
-    BLOCK_D: gl.constexpr = k_s.shape[2]
-    BLOCK_DV: gl.constexpr = v_s.shape[2]
-    dk_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
-    dv_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_DV, 16])
-    dk = gl.zeros([ROWS, BLOCK_D], gl.float32, dk_layout)
-    dv = gl.zeros([ROWS, BLOCK_DV], gl.float32, dv_layout)
+    dk, dv = accumulator(ROWS, k_s.shape[2]), accumulator(ROWS, v_s.shape[2])
     steps = (runs[3] - runs[0]) * problem[2][1]
     if steps > 0:
         mbarrier.wait(kv_full, 0)
@@ -138,12 +134,13 @@ def visit(
     ROWS: gl.constexpr = once[0].shape[1]
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE_Q, 16])
     per_query: gl.constexpr = gl.SliceLayout(0, scores)
-    no_scores = gl.zeros([ROWS, TILE_Q], gl.float32, scores)
     q = ring.wait_full(step)
     st = step % ring.stages
     dout = dout_s.index(st)
     mbarrier.wait(turns.index(W), step & 1)
-    s_token = warpgroup_mma(k, q.permute((1, 0)), no_scores, use_acc=False, is_async=True)
+    s_token = warpgroup_mma(
+        k, q.permute((1, 0)), accumulator(ROWS, TILE_Q), use_acc=False, is_async=True
+    )
     minus_delta = minus_delta_s.index(st).load(per_query)
     dp = spread_over_keys(minus_delta, scale, ROWS, scores)  # dP - delta, less work once it is there
     dp_token = warpgroup_mma(v, dout.permute((1, 0)), dp, is_async=True)

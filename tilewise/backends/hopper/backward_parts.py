@@ -175,11 +175,17 @@ def afresh(step):
 
 
 @gluon.jit
+def accumulator(ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+    """Zeros that a warpgroup adds products to."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    return gl.zeros([ROWS, COLUMNS], gl.float32, layout)
+
+
+@gluon.jit
 def start_dq(ROW: gl.constexpr, COLUMN: gl.constexpr, COLUMNS: gl.constexpr, step, shared):
     """A part of the dQ tile of a step, under way: 64 rows from ROW on, COLUMNS from COLUMN on."""
     ring, beside, once, ds_ring, dq_rows = shared
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
-    dq = gl.zeros([64, COLUMNS], gl.float32, layout)
+    dq = accumulator(64, COLUMNS)
     for w in gl.static_range(ds_ring.parts):
         ds, k = ds_ring.stage(step, w).permute((1, 0)), once[0].index(w + afresh(step))
         ds, k = ds.slice(ROW, 64), k.slice(COLUMN, COLUMNS, 1)

@@ -28,6 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from tilewise.backends.hopper.backward_parts import (
+    accumulator,
     add_dq,
     afresh,
     first_query_tile,
@@ -104,15 +105,9 @@ def no_gradient(like, FILLED: gl.constexpr):
     ROWS: gl.constexpr = like.shape[1]
     COLUMNS: gl.constexpr = like.shape[2]
     if FILLED == COLUMNS:
-        return (zeros(ROWS, COLUMNS),)
+        return (accumulator(ROWS, COLUMNS),)
     else:
-        return zeros(ROWS, COLUMNS // 2), zeros(ROWS, FILLED - COLUMNS // 2)
-
-
-@gluon.jit
-def zeros(ROWS: gl.constexpr, COLUMNS: gl.constexpr):
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
-    return gl.zeros([ROWS, COLUMNS], gl.float32, layout)
+        return accumulator(ROWS, COLUMNS // 2), accumulator(ROWS, FILLED - COLUMNS // 2)
 
 
 @gluon.jit
@@ -220,8 +215,7 @@ def visit_weights(
     q = ring.wait_full(step)
     st = step % ring.stages
     k = once[0].index(afresh(step))
-    no_scores = gl.zeros([TILE_K, TILE_Q], gl.float32, scores)
-    s_token = start_scores(k, q, no_scores, FILLED_D, ADD=False)
+    s_token = start_scores(k, q, accumulator(TILE_K, TILE_Q), FILLED_D, ADD=False)
     lse = lse_s.index(st).load(gl.SliceLayout(0, scores))
     s = warpgroup_mma_wait(0, [s_token])
     s, factor = logits(s, scale, softcap)

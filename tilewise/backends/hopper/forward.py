@@ -643,33 +643,13 @@ def forward_kernel(
     label(done, "done")
     label(ballot, "lost rows")
     o_strides = (o_batch, o_row, o_head)
+    o_s = ()
     if o_desc is not None:
         rows_o: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, O_COLUMNS], DTYPE)
         o_s = gl.allocate_shared_memory(DTYPE, [CONSUMERS, ROWS, O_COLUMNS], rows_o)
         label_stages(o_s, "O")
-        results = (
-            o_desc,
-            o_s,
-            o_ptr,
-            o_strides,
-            lse_ptr,
-            (lse_batch, lse_head),
-            columns,
-            o_parts,
-            lse_parts,
-        )
-    else:
-        results = (
-            o_desc,
-            o_desc,
-            o_ptr,
-            o_strides,
-            lse_ptr,
-            (lse_batch, lse_head),
-            columns,
-            o_parts,
-            lse_parts,
-        )
+    lse_strides = (lse_batch, lse_head)
+    results = (o_desc, o_s, o_ptr, o_strides, lse_ptr, lse_strides, columns, o_parts, lse_parts)
 
     inputs = (q_desc, k_desc, v_desc)
     rings = (q_ring, k_ring, v_ring)
