@@ -234,7 +234,8 @@ def unit_of(*steps: int) -> int:
     return math.gcd(8, *steps)
 
 
-def _in_units(steps: Strides, unit: int) -> list[int]:
+def in_units(steps: Strides, unit: int) -> list[int]:
+    """Strides in units of so many elements."""
     return [step // unit for step in steps]
 
 
@@ -254,9 +255,9 @@ def prepare_rows(
             plan(
                 prepare_kernel,
                 out,
-                *_in_units(out_strides, unit),
+                *in_units(out_strides, unit),
                 dout,
-                *_in_units(dout_strides, unit),
+                *in_units(dout_strides, unit),
                 lse,
                 *strides(spec, lse)[::2],
                 dlse,
@@ -281,7 +282,7 @@ def finish_dq(spec: AttentionSpec, x: Inputs, dq_rows: Tensor, space: Space, dq:
                 finish_kernel,
                 dq_rows,
                 dq,
-                *_in_units(dq_strides, unit),
+                *in_units(dq_strides, unit),
                 *lengths(spec, x),
                 space.of_head,
             )

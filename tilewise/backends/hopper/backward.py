@@ -33,12 +33,14 @@ from tilewise.backends.hopper.backward_parts import (
     add_dq,
     afresh,
     first_query_tile,
+    free_stage,
     make_buffers,
     masked,
     next_query_tile,
     produce,
     spread_over_keys,
     start_dq,
+    store_gradient,
 )
 from tilewise.backends.hopper.backward_wide import differentiate, weigh
 from tilewise.backends.hopper.launch_backward import launch_backward
@@ -48,7 +50,6 @@ from tilewise.backends.hopper.tile import (
     logits,
     query_tiles_of,
     softcap_slope,
-    store_rows,
 )
 from tilewise.gluon.compat import label
 from tilewise.gluon.ring import make_ring
@@ -70,7 +71,6 @@ def consume(
     ring, beside, once, ds_ring, dq_rows = shared
     k_s, v_s, kv_full = once
     tile, runs, problem = work
-    b, kv_head, k_start, start_q, seqlen_q, start_k, seqlen_k, seen_k, seen_q, pad = tile
     TILE_Q: gl.constexpr = ring.buffer.shape[1]
     ROWS: gl.constexpr = k_s.shape[1]
     dk, dv = accumulator(ROWS, k_s.shape[2]), accumulator(ROWS, v_s.shape[2])
@@ -95,9 +95,10 @@ def consume(
         dq = warpgroup_mma_wait(0, [start_my_dq(W, steps - 1, shared)])
         add_my_dq(W, dq, row, shared)
         end_of_steps(steps, ring, problem)
-    rows = (b, kv_head, start_k, k_start + W * ROWS, seen_k)
-    store_rows(dk * factors[2], results[0], rows)
-    store_rows(dv, results[1], rows)
+    row = tile[2] + W * ROWS
+    free_stage(W, steps, ring, problem)
+    store_gradient(dk * factors[2], ring.stage(W), 0, results[0], tile, row)
+    store_gradient(dv, beside[0].index(W), 0, results[1], tile, row)
 
 
 @gluon.jit
@@ -226,7 +227,7 @@ def backward_kernel(
     progress,  # see ``order``
     dq_ptr,
     dk_ptr,
-    dk_batch,  # strides
+    dk_batch,  # strides, in units
     dk_row,
     dk_head,
     dv_ptr,
@@ -248,7 +249,7 @@ def backward_kernel(
     scale,
     softcap,
     gradient_scale,
-    columns_d,
+    columns_d,  # in units as well
     columns_dv,
     rows_of_head,  # of the row statistics and the accumulator of dQ
     rows_of_entry,
@@ -256,6 +257,8 @@ def backward_kernel(
     BLOCK_DV: gl.constexpr,
     FILLED_D: gl.constexpr,
     FILLED_DV: gl.constexpr,
+    UNIT_D: gl.constexpr,
+    UNIT_DV: gl.constexpr,
     TILE_Q: gl.constexpr,
     TILE_K: gl.constexpr,
     STAGES: gl.constexpr,
@@ -276,8 +279,8 @@ def backward_kernel(
     tile = key_tile(t, problem, TILE_K, TILE_Q, rows_of_entry)
     runs = query_tiles_of(tile, problem, TILE_Q, TILE_K)
     inputs = (k_desc, v_desc, q_desc, dout_desc, lse_desc, minus_delta_desc)
-    dk_to = (dk_ptr, (dk_batch, dk_row, dk_head), columns_d)
-    dv_to = (dv_ptr, (dv_batch, dv_row, dv_head), columns_dv)
+    dk_to = (dk_ptr, (dk_batch, dk_row, dk_head), columns_d, UNIT_D)
+    dv_to = (dv_ptr, (dv_batch, dv_row, dv_head), columns_dv, UNIT_DV)
     results = (dk_to, dv_to)
     factors = (scale, softcap, gradient_scale)
     shared = (ring, beside, once, ds_ring, (dq_ptr, rows_of_head))

@@ -12,8 +12,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma
 
 from tilewise.backends.hopper.launch_backward import CONSUMERS as _CONSUMERS
-from tilewise.backends.hopper.order import count_added, count_last_added
-from tilewise.backends.hopper.tile import query_range
+from tilewise.backends.hopper.order import count_added, count_last_added, stages_used
+from tilewise.backends.hopper.tile import query_range, store_rows
 from tilewise.gluon.compat import label, label_stages, tma_load
 from tilewise.gluon.ragged import coordinates
 from tilewise.gluon.ring import make_ring
@@ -203,6 +203,32 @@ def add_dq(ROW: gl.constexpr, COLUMN: gl.constexpr, dq, row, shared):
     r = gl.arange(0, dq.shape[0], gl.SliceLayout(1, layout)) * 256
     c = gl.arange(0, 256, gl.SliceLayout(0, layout))
     gl.atomic_add(base + (r[:, None] + c[None, :]), dq, sem="relaxed")
+
+
+@gluon.jit
+def free_stage(i: gl.constexpr, steps, ring, problem):
+    """Wait until nobody needs stage i of the rings any more, after all steps."""
+    used = stages_used(steps, problem)
+    ring.wait_empty((used - 1 - i + ring.stages) // ring.stages * ring.stages + i)
+
+
+@gluon.jit
+def store_gradient(gradient, buffer, FIRST: gl.constexpr, to, tile, row):
+    """Store a gradient of 64 keys, or those of its columns that begin with FIRST; row: the first key.
+
+    By way of shared memory, after which a thread has columns that are neighbours in memory.
+    """
+    ptr, strides, columns, UNIT = to
+    ROWS: gl.constexpr = gradient.shape[0]
+    COLUMNS: gl.constexpr = gradient.shape[1]
+    ACROSS: gl.constexpr = min(32, COLUMNS // 8)  # threads
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // ACROSS, ACROSS], [4, 1], [1, 0])
+    buffer = buffer.slice(0, ROWS).slice(FIRST, COLUMNS, 1)
+    buffer.store(gradient.to(buffer.dtype))
+    batch, of_row, head = strides
+    in_elements = (batch * UNIT, of_row * UNIT, head * UNIT)
+    to = (ptr + FIRST, in_elements, columns * UNIT - FIRST)
+    store_rows(buffer.load(layout), to, (tile[0], tile[1], tile[5], row, tile[7]))
 
 
 @gluon.jit

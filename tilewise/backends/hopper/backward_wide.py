@@ -32,13 +32,15 @@ from tilewise.backends.hopper.backward_parts import (
     add_dq,
     afresh,
     first_query_tile,
+    free_stage,
     masked,
     next_query_tile,
     spread_over_keys,
     start_dq,
+    store_gradient,
 )
 from tilewise.backends.hopper.order import end_of_steps
-from tilewise.backends.hopper.tile import logits, softcap_slope, store_rows
+from tilewise.backends.hopper.tile import logits, softcap_slope
 
 
 @gluon.jit
@@ -71,7 +73,8 @@ def weigh(
         dq = warpgroup_mma_wait(0, [start_dq(0, 0, DQ_COLUMNS, steps - 1, shared)])
         add_dq(0, 0, dq, row, shared)
         end_of_steps(steps, ring, problem)
-    store_gradient(dv, 1.0, to, tile)
+    free_stage(0, steps, ring, problem)
+    store_gradients(dv, 1.0, beside[0].index(0), to, tile)
 
 
 @gluon.jit
@@ -96,7 +99,8 @@ def differentiate(
             dk = visit_gradients(step, row, dk, shared, p_ring, factors, FILLED_D, FILLED_DV)
             n, row = next_query_tile(n, row, runs, shared)
         end_of_steps(steps, ring, problem)
-    store_gradient(dk, factors[2], to, tile)
+    free_stage(0, steps, ring, problem)
+    store_gradients(dk, factors[2], ring.stage(0), to, tile)
 
 
 @gluon.jit
@@ -111,14 +115,12 @@ def no_gradient(like, FILLED: gl.constexpr):
 
 
 @gluon.jit
-def store_gradient(gradient, factor, to, tile):
-    """Store a key tile's gradient."""
-    ptr, strides, columns = to
-    HALF: gl.constexpr = gradient[0].shape[1]
-    rows = (tile[0], tile[1], tile[5], tile[2], tile[7])
-    store_rows(gradient[0] * factor, to, rows)
+def store_gradients(gradient, factor, buffer, to, tile):
+    """Store a key tile's gradient, or its columns in two parts."""
+    store_gradient(gradient[0] * factor, buffer, 0, to, tile, tile[2])
     if len(gradient) > 1:
-        store_rows(gradient[1] * factor, (ptr + HALF, strides, columns - HALF), rows)
+        HALF: gl.constexpr = gradient[0].shape[1]
+        store_gradient(gradient[1] * factor, buffer, HALF, to, tile, tile[2])
 
 
 @gluon.jit

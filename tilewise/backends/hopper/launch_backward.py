@@ -13,7 +13,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tilewise import mask, schedule
 from tilewise.backends.hopper.agenda import heads_together
-from tilewise.backends.hopper.around import Space
+from tilewise.backends.hopper.around import Space, in_units, unit_of
 from tilewise.backends.hopper.launch import ROWS, block_columns, descriptor, for_tma
 from tilewise.backends.relaunch import Relaunch
 from tilewise.backends.triton.launch import lengths, on_device, score_factors, strides
@@ -28,6 +28,7 @@ class Plan(NamedTuple):
 
     tile: schedule.HopperBackwardTile
     blocks: tuple[int, int]  # columns of a tile of Q and K, and of V and dO
+    units: tuple[int, int]  # in which strides and columns of dK and dV are given
     launch: Relaunch
 
 
@@ -50,6 +51,7 @@ def _heads_at_a_time(spec: AttentionSpec) -> int:
 def plan_backward(spec: AttentionSpec, of_head: int, of_entry: int) -> Plan:
     """Tile, number of programs and scalar arguments for a spec. of_head, of_entry: see ``Space``."""
     block_d, block_dv = block_columns(spec.head_dim), block_columns(spec.head_dim_v)
+    unit_d, unit_dv = unit_of(spec.head_dim), unit_of(spec.head_dim_v)  # of contiguous gradients
     tile = schedule.hopper_backward_tile(spec)
     heads = spec.batch * spec.heads_kv
     programs = heads * triton.cdiv(spec.max_seqlen_k, tile.k)
@@ -62,14 +64,16 @@ def plan_backward(spec: AttentionSpec, of_head: int, of_entry: int) -> Plan:
         "right": spec.window_right,
         **score_factors(spec),
         "gradient_scale": spec.scale,
-        "columns_d": spec.head_dim,
-        "columns_dv": spec.head_dim_v,
+        "columns_d": spec.head_dim // unit_d,
+        "columns_dv": spec.head_dim_v // unit_dv,
         "rows_of_head": of_head,
         "rows_of_entry": of_entry,
         "BLOCK_D": block_d,
         "BLOCK_DV": block_dv,
         "FILLED_D": _filled(spec.head_dim),
         "FILLED_DV": _filled(spec.head_dim_v),
+        "UNIT_D": unit_d,
+        "UNIT_DV": unit_dv,
         "TILE_Q": tile.q,
         "TILE_K": tile.k,
         "STAGES": tile.stages,
@@ -80,7 +84,7 @@ def plan_backward(spec: AttentionSpec, of_head: int, of_entry: int) -> Plan:
         "REGISTERS": tile.registers,
     }
     options = {"num_warps": 4, "maxnreg": tile.maxnreg}
-    return Plan(tile, (block_d, block_dv), Relaunch(programs, arguments, options))
+    return Plan(tile, (block_d, block_dv), (unit_d, unit_dv), Relaunch(programs, arguments, options))
 
 
 def launch_backward(
@@ -121,8 +125,8 @@ def launch_backward(
             progress,
             dq_rows,
             grads.k,
-            *strides(spec, grads.k),
+            *in_units(strides(spec, grads.k), plan.units[0]),
             grads.v,
-            *strides(spec, grads.v),
+            *in_units(strides(spec, grads.v), plan.units[1]),
             *lengths(spec, x),
         )

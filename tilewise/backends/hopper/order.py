@@ -77,6 +77,14 @@ def end_of_steps(steps, ring, problem):
 
 
 @gluon.jit
+def stages_used(steps, problem):
+    """How many stages of the ring are used: one for each step, and the empty one if there are any."""
+    if problem[0][1] is not None:
+        steps += min(steps, 1)
+    return steps
+
+
+@gluon.jit
 def count_added(step, ring, problem, TILE_K: gl.constexpr):
     """Producer, when the stage of a step is free: to all query tiles but the last of those whose stages
     were released by then dQ is added."""
