@@ -177,3 +177,22 @@ def test_two_tma_stores_to_the_same_place_need_an_order(together: bool) -> None:
         report = sim.launch(stores_twice, (1,), (y, waits), together=together)
         assert report.kinds == (set() if waits else {"global"})
     assert str(report).count("TMA store of stores_twice") == 2
+
+
+@gluon.jit
+def stores_over_it(y_desc: Any) -> None:
+    smem = gl.allocate_shared_memory(y_desc.dtype, y_desc.block_shape, y_desc.layout)
+    for i in gl.static_range(2):
+        smem.store(gl.full(y_desc.block_shape, i + 1.0, gl.float32, broken.LAYOUT))
+    fence_async_shared()
+    tma_store(y_desc, [0, 0], smem)
+    tma_store_wait(0)
+
+
+def test_what_was_overwritten_is_not_seen_later() -> None:
+    """A store without a fence reached TMA after the one that had overwritten it."""
+    for seed in range(20):
+        _, y_desc = broken.descriptors()
+        report = sim.launch(stores_over_it, (1,), (y_desc,), seed=seed)
+        assert not report.kinds
+        assert (y_desc.base == 2).all()

@@ -116,6 +116,8 @@ class Buffer:
             replaced = ordered and (write or (not other.write and over and other.agent is agent))
             if not (replaced and inside(other.region, where)):
                 keep.append(other)
+            elif write:
+                other.flush = None  # what is overwritten is not seen any more, by nobody
         written = where.view(self.written)
         if write:
             written[...] = True
