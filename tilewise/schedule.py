@@ -134,7 +134,7 @@ _HOPPER_FORWARD: dict[tuple[int, bool], HopperTile] = {
     (64, False): HopperTile(3, 128, 3, 2, False, True, 64, 160, 128),
     (64, True): HopperTile(3, 128, 3, 2, False, True, 64, 160, 128),
     (128, False): HopperTile(2, 64, 4, 1, True, False, 128, 240, 168),
-    (128, True): HopperTile(2, 64, 4, 1, True, False, 128, 240, 168),
+    (128, True): HopperTile(2, 64, 3, 1, True, False, 128, 240, 168),
     (192, False): HopperTile(2, 128, 2, 1, False, False, 64, 240, 168),
     (192, True): HopperTile(2, 64, 3, 1, False, False, 64, 240, 168),
     (256, False): HopperTile(2, 64, 2, 1, False, False, 128, 240, 168),
@@ -172,22 +172,38 @@ class HopperBackwardTile(NamedTuple):
     stages: int  # of the ring of Q and dO
     ds_stages: int  # of the buffer through which consumers exchange dS
     p_stages: int = 0  # of that for P, where both have the same keys
+    kv_stages: int = 1  # of the ring of K and V
     kv_in_registers: bool = False  # as operands of the products with Q and dO
     registers: int = 240  # of a consumer's thread while it computes
     maxnreg: int = 168  # of every thread at launch
 
 
-# (largest head dim it serves, softcap) -> tile of the backward. Softcap takes more registers than 128
-# queries at a time leave. 192 is for one head dim above 128, which leaves room for a third stage.
+# (largest head dim it serves, masked) -> tile of the backward. 64 queries at a time leave fewer pairs to
+# a mask than 128, and K and V of the next key tile then have room beside those of this one. 192 is for
+# one head dim above 128, which leaves room for a third stage.
 _HOPPER_BACKWARD: dict[tuple[int, bool], HopperBackwardTile] = {
     (64, False): HopperBackwardTile(128, 128, 2, 2),
-    (64, True): HopperBackwardTile(64, 128, 4, 4, kv_in_registers=True),
+    (64, True): HopperBackwardTile(64, 128, 3, 3, kv_stages=2, kv_in_registers=True),
     (128, False): HopperBackwardTile(64, 128, 3, 2),
     (128, True): HopperBackwardTile(64, 128, 3, 3),
     (192, False): HopperBackwardTile(64, 64, 3, 2, p_stages=2),
-    (192, True): HopperBackwardTile(64, 64, 3, 2, p_stages=1),
+    (192, True): HopperBackwardTile(64, 64, 3, 2, p_stages=2),
     (256, False): HopperBackwardTile(64, 64, 2, 2, p_stages=2),
-    (256, True): HopperBackwardTile(64, 64, 2, 2, p_stages=1),
+    (256, True): HopperBackwardTile(64, 64, 2, 2, p_stages=2),
+}
+# Programs that follow one another wait more often, and then two stages of dS pass faster than three.
+_HOPPER_BACKWARD_DETERMINISTIC = _HOPPER_BACKWARD | {(128, True): HopperBackwardTile(64, 128, 3, 2)}
+# Up to SHORT keys a key tile has so few steps that it counts that K and V of the next one are there.
+_HOPPER_BACKWARD_SHORT = {
+    64: HopperBackwardTile(64, 128, 3, 3, kv_stages=2, kv_in_registers=True),
+    128: HopperBackwardTile(64, 128, 2, 2, kv_stages=2),
+}
+# Softcap takes more registers than 128 queries at a time leave, and P is passed on in two parts.
+_HOPPER_BACKWARD_SOFTCAP = {
+    64: HopperBackwardTile(64, 128, 4, 4, kv_in_registers=True),
+    128: HopperBackwardTile(64, 128, 3, 3),
+    192: HopperBackwardTile(64, 64, 3, 2, p_stages=1),
+    256: HopperBackwardTile(64, 64, 2, 2, p_stages=1),
 }
 
 
@@ -197,7 +213,14 @@ def hopper_backward_tile(spec: AttentionSpec) -> HopperBackwardTile:
     dim = next(dim for dim in (64, 128, 256) if larger <= dim)
     if smaller <= 128 < larger:
         dim = 192
-    return _HOPPER_BACKWARD[dim, spec.softcap is not None]
+    if spec.softcap is not None:
+        return _HOPPER_BACKWARD_SOFTCAP[dim]
+    masked = spec.window != (None, None)
+    if spec.deterministic:
+        return _HOPPER_BACKWARD_DETERMINISTIC[dim, masked]
+    if spec.max_seqlen_k <= SHORT and dim in _HOPPER_BACKWARD_SHORT:
+        return _HOPPER_BACKWARD_SHORT[dim]
+    return _HOPPER_BACKWARD[dim, masked]
 
 
 # How many programs at a time add to the same dQ where they do so in order, by whether the consumers are

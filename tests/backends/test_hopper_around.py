@@ -85,18 +85,19 @@ def in_fragments(rows: Tensor) -> Tensor:
 def test_what_is_added_to_the_accumulator_comes_out_as_dq(name: str):
     """It is fresh memory, NaN here: of every tile that is added to, all must be 0 before."""
     t, out, lse = made_up(PROBLEMS[name])
-    _, _, dq_rows, space = around.prepare_rows(t.spec, t.x, out, lse, t.dout, t.dlse)
+    rows = around.prepare_rows(t.spec, t.x, out, lse, t.dout, t.dlse)
+    assert rows.taken.item() == 0 or t.spec.max_seqlen_q == 0
     dq = torch.zeros_like(t.x.q) if t.spec.ragged else torch.empty_like(t.x.q)
     want = torch.zeros_like(t.x.q)
-    for seq, head, first in parts(t, space):
+    for seq, head, first in parts(t, rows.space):
         low, count = seen_queries(t, seq)
-        added = torch.randn(-(-count // space.tile) * space.tile, space.columns)
-        tiles = dq_rows[first : first + len(added)]
+        added = torch.randn(-(-count // rows.space.tile) * rows.space.tile, rows.space.columns)
+        tiles = rows.dq[first : first + len(added)]
         assert (tiles == 0).all()
         tiles += in_fragments(added)
         of_seen = seq.queries(want)[low : low + count, head]
         of_seen.copy_(added[:count, : t.spec.head_dim] * t.spec.scale)
-    around.finish_dq(t.spec, t.x, dq_rows, space, dq)
+    around.finish_dq(t.spec, t.x, rows, dq)
     torch.testing.assert_close(dq, want)
 
 
@@ -105,18 +106,18 @@ def test_what_is_added_to_the_accumulator_comes_out_as_dq(name: str):
 def test_row_statistics(name: str, with_dlse: bool):
     t, out, lse = made_up(PROBLEMS[name])
     dlse = t.dlse if with_dlse else None
-    lse_rows, minus_delta_rows, _, space = around.prepare_rows(t.spec, t.x, out, lse, t.dout, dlse)
-    for seq, head, first in parts(t, space):
+    rows = around.prepare_rows(t.spec, t.x, out, lse, t.dout, dlse)
+    for seq, head, first in parts(t, rows.space):
         low, count = seen_queries(t, seq)
         seen = slice(low, low + count)
         minus_delta = -(seq.queries(out)[seen, head].float() * seq.queries(t.dout)[seen, head]).sum(-1)
         if with_dlse:
             minus_delta += seq.rows(t.dlse)[head, seen]
-        got = lse_rows[first : first + count], minus_delta_rows[first : first + count]
+        got = rows.lse[first : first + count], rows.minus_delta[first : first + count]
         want = seq.rows(lse)[head, seen] * math.log2(math.e), minus_delta
         torch.testing.assert_close(got, want)
-        tile_end = first + -(-count // space.tile) * space.tile
-        assert (lse_rows[first + count : tile_end] == torch.inf).all()
+        tile_end = first + -(-count // rows.space.tile) * rows.space.tile
+        assert (rows.lse[first + count : tile_end] == torch.inf).all()
 
 
 def widened(x: Tensor, columns: int) -> Tensor:
@@ -138,9 +139,9 @@ def test_strides_of_any_alignment(columns: int, unit: int):
         assert all(a[:70].equal(b[:70]) for a, b in zip(got[:3], want[:3], strict=True))
     dq, wide_dq = torch.empty_like(t.x.q), widened(torch.empty_like(t.x.q), columns)
     assert around.unit_of(*wide_dq.stride()[:-1]) == unit
-    dq_rows = torch.randn(want[2].shape)
-    around.finish_dq(t.spec, t.x, dq_rows, want[3], dq)
-    around.finish_dq(t.spec, t.x, dq_rows, want[3], wide_dq)
+    rows = want._replace(dq=torch.randn(want.dq.shape))
+    around.finish_dq(t.spec, t.x, rows, dq)
+    around.finish_dq(t.spec, t.x, rows, wide_dq)
     assert wide_dq.equal(dq)
 
 
@@ -149,7 +150,7 @@ def test_dout_that_is_one_row_for_all():
     dout = t.dout[:1, :1, :1].expand(t.dout.shape)
     got = around.prepare_rows(t.spec, t.x, out, lse, dout, t.dlse)
     want = around.prepare_rows(t.spec, t.x, out, lse, dout.contiguous(), t.dlse)
-    assert got[1][:70].equal(want[1][:70])
+    assert got.minus_delta[:70].equal(want.minus_delta[:70])
 
 
 class Kernel:
@@ -190,11 +191,10 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Kernel, Kernel]]:
 def test_a_second_call_is_not_compiled_for(kernels: tuple[Kernel, Kernel]):
     """Nor is one with other strides, or of packed sequences with another number of rows."""
     t, out, lse = made_up(Problem(((70, 90), (20, 9)), 2, 2, 64, 64, varlen=True))
-    for rows, columns in ((90, 64), (90, 72), (85, 64)):
-        q, o, dout = (widened(x[:rows], columns) for x in (t.x.q, out, t.dout))
+    for count, columns in ((90, 64), (90, 72), (85, 64)):
+        q, o, dout = (widened(x[:count], columns) for x in (t.x.q, out, t.dout))
         x = t.x._replace(q=q)
-        dq_rows, space = around.prepare_rows(t.spec, x, o, lse, dout, None)[2:]
-        around.finish_dq(t.spec, x, dq_rows, space, q)
+        around.finish_dq(t.spec, x, around.prepare_rows(t.spec, x, o, lse, dout, None), q)
     for kernel, first_strides in zip(kernels, (1, 2), strict=True):
         assert kernel.compiled == 1
         strides = [args[first_strides : first_strides + 3] for args in kernel.runs]

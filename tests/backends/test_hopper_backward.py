@@ -16,6 +16,7 @@ pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 pytest.importorskip("greenlet")
 
 from tilewise import dispatch, reference, schedule, sim
+from tilewise.backends.hopper import around
 from tilewise.backends.hopper.agenda import heads_together
 from tilewise.backends.hopper.backward import backward, backward_kernel
 from tilewise.backends.hopper.launch_backward import plan_backward
@@ -23,7 +24,27 @@ from tilewise.ops import Gradients
 
 KERNEL = next(k for k in dispatch.KERNELS if k.name == "hopper/fa3")
 SUPPORTED = KERNEL.backward
+PROGRAMS = 2  # so few that each takes several key tiles
 RANDOM = 30
+
+
+def forget_plans() -> None:
+    for plan in (plan_backward, around.space_of, around.plan_prepare, around.plan_finish):
+        plan.cache_clear()
+
+
+@pytest.fixture(autouse=True)
+def on_a_small_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(schedule, "multiprocessors", lambda device: PROGRAMS)
+    forget_plans()
+    yield
+    forget_plans()
+
+
+@pytest.fixture
+def as_of_many_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles are those of long sequences, however short these are."""
+    monkeypatch.setattr(schedule, "SHORT", 0)
 
 
 def simulate(p: Problem, seeds: Iterable[int] = (0,), **options: Any) -> list[torch.Tensor]:
@@ -79,10 +100,29 @@ def test_edge(problem: Problem):
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize("form", MASKS)
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (128, 64), (40, 96)])
-def test_every_variant_under_many_schedules(dims, form: str, dtype: str, sim_seeds: range):
+def test_every_variant_under_many_schedules(
+    dims, form: str, dtype: str, sim_seeds: range, as_of_many_keys: None
+):
     """A race or a deadlock shows in some order of events, not in all."""
     p = Problem(((130, 300),), 1, 2, *dims, dtype, seed=dims[0], **MASKS[form])
     simulate(p, sim_seeds)
+
+
+@pytest.mark.parametrize("form", MASKS)
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128)])
+def test_variants_for_few_keys_under_many_schedules(dims, form: str, sim_seeds: range):
+    """The same where K and V of the next key tile come while this one is worked on."""
+    p = Problem(((130, 300), (0, 64)), 1, 1, *dims, "bf16", seed=dims[0], varlen=True, **MASKS[form])
+    simulate(p, sim_seeds)
+
+
+def test_key_tiles_that_nobody_sees_between_others(sim_seeds: range):
+    """They have no steps, and K and V are not loaded: counts of both must agree all the same."""
+    p = Problem(((130, 400),), 1, 1, 64, 64, "bf16", window=(20, -40))
+    lengths = ((64, 200), (0, 200), (1, 1), (100, 0), (40, 300))
+    packed = Problem(lengths, 2, 1, 64, 64, "bf16", varlen=True, causal=True)
+    for problem in (p, packed, replace(packed, deterministic=True)):
+        simulate(problem, sim_seeds[:10])
 
 
 WIDE = [(129, 129), (160, 160), (192, 192), (256, 256), (192, 128), (256, 64), (64, 256)]
@@ -128,7 +168,8 @@ def in_any_order(p: Problem, seeds: range) -> bool:
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256)])
 def test_deterministic_whoever_is_fast(dims, form: str, sim_seeds: range):
     """Sums depend on who adds first; and who waits for whom must not go in a circle."""
-    p = Problem(((300, 700),), 1, 2, *dims, "bf16", seed=1, deterministic=True, **MASKS[form])
+    lengths = (300, 700) if max(dims) <= 128 else (150, 300)  # of key tiles that are half as long
+    p = Problem((lengths,), 1, 2, *dims, "bf16", seed=1, deterministic=True, **MASKS[form])
     assert in_any_order(p, sim_seeds)
 
 
@@ -157,8 +198,10 @@ SIZE = Size(
 
 
 @pytest.mark.parametrize("block", range(RANDOM // 10))
-def test_random_problems(block: int):
-    """A failing problem is printed whole; its number is its seed."""
+def test_random_problems(block: int, monkeypatch: pytest.MonkeyPatch):
+    """A failing problem is printed whole; its number is its seed. Every other block has the tiles of
+    long sequences."""
+    monkeypatch.setattr(schedule, "SHORT", schedule.SHORT * (block % 2))
     for seed in range(10 * block, 10 * block + 10):
         p = problems.random_problem(seed, SUPPORTED, SIZE)
         try:

@@ -9,7 +9,7 @@ from dataclasses import replace
 import problems
 import pytest
 import torch
-from edges import EDGES
+from edges import EDGES, MASKS
 from problems import Problem, Size
 
 from tilewise import attention, attention_varlen, dispatch
@@ -21,7 +21,7 @@ LAUNCHES = 10_000
 FUZZ = int(os.environ.get("TILEWISE_FUZZ", 3000))
 BLOCK = 30
 SIZE = Size(
-    lengths=(129, 1, 2, 17, 64, 127, 128, 200, 320, 513, 900),
+    lengths=(129, 1, 2, 17, 64, 127, 128, 200, 320, 513, 900, 1300),
     head_dims=(64, 128, 16, 40, 96, 111, 192, 256),
     sequences=(1, 2, 3, 0, 6),
     dtypes=("bf16", "fp16"),
@@ -54,6 +54,20 @@ def test_wide_heads(dims: tuple[int, int], dtype: str):
     p = Problem(((450, 700),), 2, 2, *dims, dtype, causal=True)
     problems.check(p, DEVICE, **HOW)
     problems.check(replace(p, softcap=5.0, causal=False, window=(100, 30)), DEVICE, **HOW)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("form", ["full", "causal", "window that leaves keys and queries out"])
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256)])
+def test_many_tiles_for_each_program(dims: tuple[int, int], form: str, deterministic: bool):
+    """A count of stages that is wrong at the end of a tile shows in the next, which small problems have
+    none of: a GPU has more multiprocessors than those have tiles."""
+    p = Problem(((700, 750),) * 9, 8, 2, *dims, "bf16", deterministic=deterministic, **MASKS[form])
+    problems.check(p, DEVICE, **HOW)
+    long = replace(p, lengths=((1100, 1300),) * 5)
+    problems.check(long, DEVICE, **HOW)
+    lengths = ((500, 300), (0, 300), (1, 1), (700, 0), (300, 900), (64, 128), (129, 1500)) * 2
+    problems.check(replace(p, lengths=lengths, varlen=True), DEVICE, **HOW)
 
 
 @pytest.mark.parametrize("block", range(-(-FUZZ // BLOCK)))

@@ -11,6 +11,7 @@ import math
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -35,6 +36,16 @@ class Space(NamedTuple):
     of_entry: int  # from one batch entry to the next; of packed sequences each begins where it may
     columns: int  # of the accumulator of dQ
     tile: int  # rows of a query tile
+
+
+class Prepared(NamedTuple):
+    """What the backward reads, and adds to."""
+
+    lse: Tensor  # fp32, in the space, in units of log2(e)
+    minus_delta: Tensor  # fp32, in the space
+    dq: Tensor  # fp32 (rows of the space, columns): 0 in every query tile that the backward visits
+    taken: Tensor  # int32: how many key tiles are taken: 0, if there are queries at all
+    space: Space
 
 
 @lru_cache(maxsize=1024)
@@ -107,6 +118,7 @@ def prepare_kernel(
     lse_rows_ptr,
     minus_delta_rows_ptr,
     dq_rows_ptr,
+    taken_ptr,
     cu_q,
     cu_k,
     used_q,
@@ -124,7 +136,9 @@ def prepare_kernel(
     UNIT: tl.constexpr,
 ):
     """Of one query tile: log-sum-exp in units of log2(e), -delta = dlse - rowsum(dO * O), and zeros to
-    add dQ to, which the backward does by whole tiles."""
+    add dQ to, which the backward does by whole tiles. And zero: how many key tiles are taken."""
+    if tl.program_id(0) == 0:
+        tl.store(taken_ptr, 0)
     lengths = (cu_q, cu_k, used_q, used_k, max_q, max_k)
     tile = _query_tile(lengths, heads, left, right, of_head, TILE_Q)
     b, head, start_q, seqlen_q, low, high, row, place = tile
@@ -241,12 +255,12 @@ def in_units(steps: Strides, unit: int) -> list[int]:
 
 def prepare_rows(
     spec: AttentionSpec, x: Inputs, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Space]:
-    """Log-sum-exp, -delta and an accumulator of dQ, fp32, in their space: the last is 0 in every query
-    tile that the backward visits."""
+) -> Prepared:
+    """Row statistics and an accumulator of dQ, in their space."""
     space = space_of(spec, x.q.shape[0])
     lse_rows, minus_delta_rows = (lse.new_empty(max(space.rows, 1)) for _ in range(2))
     dq_rows = lse.new_empty(space.rows, space.columns)
+    taken = lse.new_empty(1, dtype=torch.int32)
     out_strides, dout_strides = strides(spec, out), strides(spec, dout)
     unit = unit_of(*out_strides, *dout_strides)
     plan = plan_prepare(spec, unit)
@@ -265,13 +279,14 @@ def prepare_rows(
                 lse_rows,
                 minus_delta_rows,
                 dq_rows,
+                taken,
                 *lengths(spec, x),
                 space.of_head,
             )
-    return lse_rows, minus_delta_rows, dq_rows, space
+    return Prepared(lse_rows, minus_delta_rows, dq_rows, taken, space)
 
 
-def finish_dq(spec: AttentionSpec, x: Inputs, dq_rows: Tensor, space: Space, dq: Tensor) -> None:
+def finish_dq(spec: AttentionSpec, x: Inputs, rows: Prepared, dq: Tensor) -> None:
     """Fill dq."""
     dq_strides = strides(spec, dq)
     unit = unit_of(*dq_strides)
@@ -280,9 +295,9 @@ def finish_dq(spec: AttentionSpec, x: Inputs, dq_rows: Tensor, space: Space, dq:
         with on_device(spec.device):
             plan(
                 finish_kernel,
-                dq_rows,
+                rows.dq,
                 dq,
                 *in_units(dq_strides, unit),
                 *lengths(spec, x),
-                space.of_head,
+                rows.space.of_head,
             )

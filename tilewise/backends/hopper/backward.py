@@ -1,9 +1,10 @@
 """FlashAttention-3's backward in Gluon (Shah et al., "FlashAttention-3", 2024, algorithm 3).
 
-A program owns a key tile and walks the queries that see it, over all query heads of its group, so that
-dK and dV stay in registers. A producer warp copies Q, dO and their row statistics to shared memory by
-TMA, and two consumers, one warpgroup each, own half of the keys. Scores are held transposed (keys,
-queries): so P^T and dS^T are left operands, which the tensor cores take from registers.
+A program takes key tiles, one after another, and walks the queries that see each, over all query heads
+of its group, so that dK and dV stay in registers. A producer warp copies Q, dO and their row statistics
+to shared memory by TMA, and two consumers, one warpgroup each, own half of the keys. Scores are held
+transposed (keys, queries): so P^T and dS^T are left operands, which the tensor cores take from
+registers.
 
 dQ = dS K sums over the keys of both consumers: they exchange dS through shared memory, and each computes
 half of every dQ tile, a tile later than all else. So neither waits for the other's softmax, and the
@@ -33,7 +34,6 @@ from tilewise.backends.hopper.backward_parts import (
     add_dq,
     afresh,
     first_query_tile,
-    free_stage,
     make_buffers,
     masked,
     next_query_tile,
@@ -41,17 +41,18 @@ from tilewise.backends.hopper.backward_parts import (
     spread_over_keys,
     start_dq,
     store_gradient,
+    with_key_tile,
 )
 from tilewise.backends.hopper.backward_wide import differentiate, weigh
 from tilewise.backends.hopper.launch_backward import launch_backward
-from tilewise.backends.hopper.order import end_of_steps, next_program, watch
+from tilewise.backends.hopper.order import watch
 from tilewise.backends.hopper.tile import (
-    key_tile,
     logits,
-    query_tiles_of,
+    next_key_tile,
     softcap_slope,
 )
 from tilewise.gluon.compat import label
+from tilewise.gluon.queue import make_queue
 from tilewise.gluon.ring import make_ring
 from tilewise.ops import Gradients
 from tilewise.spec import AttentionSpec, Inputs
@@ -61,44 +62,69 @@ from tilewise.spec import AttentionSpec, Inputs
 def consume(
     W: gl.constexpr,
     results,
+    queue,
     shared,
-    work,
+    problem,
     factors,
     turns,
     KV_IN_REGISTERS: gl.constexpr,
 ):
-    """Consumer W: dK and dV of its keys, and its part of every dQ tile."""
+    """Consumer W: dK and dV of its keys of every key tile, and its part of every dQ tile."""
+    ds_ring = shared[3]
+    ROWS: gl.constexpr = shared[2][0].shape[1]
+    base = gl.program_id(0) * 0  # steps before those of a key tile
+    kv, place = base, base  # loads of K and V, and key tiles
+    t, tile, runs = next_key_tile(queue, place, 4)
+    while t >= 0:
+        work = (tile, runs, problem)
+        dk, dv = visit_queries(
+            W, base, kv, with_key_tile(shared, kv), work, factors, turns, KV_IN_REGISTERS
+        )
+        steps = (runs[3] - runs[0]) * problem[2][1]
+        base += steps
+        kv += min(steps, 1)
+        row = tile[2] + W * ROWS
+        store_gradient(dk * factors[2], 0, ds_ring, W, base, results[0], tile, row)
+        store_gradient(dv, 0, ds_ring, W, base, results[1], tile, row)
+        place += 1
+        t, tile, runs = next_key_tile(queue, place, 4)
+
+
+@gluon.jit
+def visit_queries(
+    W: gl.constexpr, base, kv, shared, work, factors, turns, KV_IN_REGISTERS: gl.constexpr
+):
+    """What all queries that see a key tile add to dK and dV. base, kv: as in ``consume``."""
     ring, beside, once, ds_ring, dq_rows = shared
-    k_s, v_s, kv_full = once
+    k_s, v_s, kv_ring = once[0], once[1], once[2]
     tile, runs, problem = work
     TILE_Q: gl.constexpr = ring.buffer.shape[1]
     ROWS: gl.constexpr = k_s.shape[1]
     dk, dv = accumulator(ROWS, k_s.shape[2]), accumulator(ROWS, v_s.shape[2])
     steps = (runs[3] - runs[0]) * problem[2][1]
     if steps > 0:
-        mbarrier.wait(kv_full, 0)
+        kv_ring.wait_full(kv)
         if KV_IN_REGISTERS:
             by_scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE_Q, 16])
             left_operand: gl.constexpr = gl.DotOperandLayout(0, by_scores, 2)
-            keys = (k_s.index(W).load(left_operand), v_s.index(W).load(left_operand))
+            keys = (k_s.index(once[3] + W).load(left_operand), v_s.index(once[3] + W).load(left_operand))
         else:
             keys = None
         n, row = first_query_tile(tile, runs, problem, shared)
         state = (dk, dv)
-        dk, dv = visit(W, 0, n, row, keys, state, shared, work, factors, turns, FIRST=True)
-        for step in range(1, steps):
+        dk, dv = visit(W, base, n, row, keys, state, shared, work, factors, turns, FIRST=True)
+        for step in range(base + 1, base + steps):
             before = row
             n, row = next_query_tile(n, row, runs, shared)
             state = (dk, dv)
             dk, dv = visit(W, step, n, before, keys, state, shared, work, factors, turns, FIRST=False)
-        ds_ring.wait_full(steps - 1)
-        dq = warpgroup_mma_wait(0, [start_my_dq(W, steps - 1, shared)])
+        last = base + steps - 1
+        ds_ring.wait_full(last)
+        dq = warpgroup_mma_wait(0, [start_my_dq(W, last, shared)])
+        ds_ring.release(last)
         add_my_dq(W, dq, row, shared)
-        end_of_steps(steps, ring, problem)
-    row = tile[2] + W * ROWS
-    free_stage(W, steps, ring, problem)
-    store_gradient(dk * factors[2], ring.stage(W), 0, results[0], tile, row)
-    store_gradient(dv, beside[0].index(W), 0, results[1], tile, row)
+        kv_ring.release(kv)
+    return dk, dv
 
 
 @gluon.jit
@@ -129,7 +155,8 @@ def visit(
     if keys is not None:
         k, v = keys
     else:
-        k, v = once[0].index(W + afresh(step)), once[1].index(W + afresh(step))
+        part = once[3] + W + afresh(step)
+        k, v = once[0].index(part), once[1].index(part)
     DTYPE: gl.constexpr = ring.buffer.dtype
     TILE_Q: gl.constexpr = ring.buffer.shape[1]
     ROWS: gl.constexpr = once[0].shape[1]
@@ -224,7 +251,8 @@ def backward_kernel(
     dout_desc,
     lse_desc,
     minus_delta_desc,
-    progress,  # see ``order``
+    taken,  # how many key tiles are
+    progress,  # see ``order``, or None
     dq_ptr,
     dk_ptr,
     dk_batch,  # strides, in units
@@ -262,6 +290,7 @@ def backward_kernel(
     TILE_Q: gl.constexpr,
     TILE_K: gl.constexpr,
     STAGES: gl.constexpr,
+    KV_STAGES: gl.constexpr,
     DS_STAGES: gl.constexpr,
     P_STAGES: gl.constexpr,
     KV_IN_REGISTERS: gl.constexpr,
@@ -271,20 +300,27 @@ def backward_kernel(
     DTYPE: gl.constexpr = q_desc.dtype
     statistics: gl.constexpr = lse_desc.layout
     ring, beside, once, ds_ring = make_buffers(
-        DTYPE, statistics, TILE_Q, TILE_K, BLOCK_D, BLOCK_DV, STAGES, DS_STAGES, progress is not None
+        DTYPE,
+        statistics,
+        TILE_Q,
+        TILE_K,
+        BLOCK_D,
+        BLOCK_DV,
+        STAGES,
+        KV_STAGES,
+        DS_STAGES,
+        progress is not None,
     )
     lengths = (cu_q, cu_k, used_q, used_k, max_q, max_k)
-    t = next_program(progress)
-    problem = ((t, progress), lengths, (heads, group, batch_heads, together), (left, right))
-    tile = key_tile(t, problem, TILE_K, TILE_Q, rows_of_entry)
-    runs = query_tiles_of(tile, problem, TILE_Q, TILE_K)
+    tiles = batch_heads * gl.cdiv(max_k, TILE_K)
+    problem = ((tiles, progress), lengths, (heads, group, batch_heads, together), (left, right))
     inputs = (k_desc, v_desc, q_desc, dout_desc, lse_desc, minus_delta_desc)
     dk_to = (dk_ptr, (dk_batch, dk_row, dk_head), columns_d, UNIT_D)
     dv_to = (dv_ptr, (dv_batch, dv_row, dv_head), columns_dv, UNIT_DV)
     results = (dk_to, dv_to)
     factors = (scale, softcap, gradient_scale)
     shared = (ring, beside, once, ds_ring, (dq_ptr, rows_of_head))
-    work = (tile, runs, problem)
+    queue = make_queue("tiles", 15, 1, CONSUMERS + (1 if progress is not None else 0))
     if P_STAGES > 0:
         scores: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE_K, TILE_Q], DTYPE)
         # Times the slope of a softcap it is passed on in two numbers: sums of it may cancel.
@@ -292,10 +328,10 @@ def backward_kernel(
         p_ring = make_ring("P", DTYPE, [TILE_K, TILE_Q], scores, P_STAGES, consumers=1, parts=PARTS)
         gl.warp_specialize(
             [
-                (weigh, (dv_to, shared, p_ring, work, factors, FILLED_D, FILLED_DV)),
-                (differentiate, (dk_to, shared, p_ring, work, factors, FILLED_D, FILLED_DV)),
-                (produce, (inputs, shared, work, TILE_K, RAGGED)),
-                (watch, (ds_ring, work, TILE_Q, TILE_K)),
+                (weigh, (dv_to, queue, shared, p_ring, problem, factors, FILLED_D, FILLED_DV)),
+                (differentiate, (dk_to, queue, shared, p_ring, problem, factors, FILLED_D, FILLED_DV)),
+                (produce, (inputs, taken, queue, shared, problem, TILE_K, rows_of_entry, RAGGED)),
+                (watch, (queue, ds_ring, problem, TILE_Q, TILE_K)),
             ],
             [4, 1, 1],
             [REGISTERS, 24, 24],
@@ -304,10 +340,10 @@ def backward_kernel(
         turns = make_turns()
         gl.warp_specialize(
             [
-                (consume, (0, results, shared, work, factors, turns, KV_IN_REGISTERS)),
-                (consume, (1, results, shared, work, factors, turns, KV_IN_REGISTERS)),
-                (produce, (inputs, shared, work, TILE_K, RAGGED)),
-                (watch, (ds_ring, work, TILE_Q, TILE_K)),
+                (consume, (0, results, queue, shared, problem, factors, turns, KV_IN_REGISTERS)),
+                (consume, (1, results, queue, shared, problem, factors, turns, KV_IN_REGISTERS)),
+                (produce, (inputs, taken, queue, shared, problem, TILE_K, rows_of_entry, RAGGED)),
+                (watch, (queue, ds_ring, problem, TILE_Q, TILE_K)),
             ],
             [4, 1, 1],
             [REGISTERS, 24, 24],
@@ -325,7 +361,6 @@ def backward(
     grads: Gradients,
 ) -> None:
     """Fill grads.q, grads.k and grads.v. See ``tilewise.dispatch.Kernel``."""
-    lse_rows, minus_delta_rows, dq_rows, space = prepare_rows(spec, x, out, lse, dout, dlse)
-    statistics = (lse_rows, minus_delta_rows)
-    launch_backward(backward_kernel, spec, x, dout, statistics, dq_rows, space, grads)
-    finish_dq(spec, x, dq_rows, space, grads.q)
+    rows = prepare_rows(spec, x, out, lse, dout, dlse)
+    launch_backward(backward_kernel, spec, x, dout, rows, grads)
+    finish_dq(spec, x, rows, grads.q)

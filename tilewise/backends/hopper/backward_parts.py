@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
 from tilewise.backends.hopper.launch_backward import CONSUMERS as _CONSUMERS
-from tilewise.backends.hopper.order import count_added, count_last_added, stages_used
-from tilewise.backends.hopper.tile import query_range, store_rows
-from tilewise.gluon.compat import label, label_stages, tma_load
+from tilewise.backends.hopper.order import count_added, count_last_added
+from tilewise.backends.hopper.tile import query_range, store_rows, take_key_tile
+from tilewise.gluon.compat import label_stages, tma_load
 from tilewise.gluon.ragged import coordinates
 from tilewise.gluon.ring import make_ring
 
@@ -30,6 +30,7 @@ def make_buffers(
     BLOCK_D: gl.constexpr,
     BLOCK_DV: gl.constexpr,
     STAGES: gl.constexpr,
+    KV_STAGES: gl.constexpr,
     DS_STAGES: gl.constexpr,
     ORDERED: gl.constexpr,
 ):
@@ -45,45 +46,64 @@ def make_buffers(
     dout_s = gl.allocate_shared_memory(DTYPE, [STAGES, TILE_Q, BLOCK_DV], queries_dv)
     lse_s = gl.allocate_shared_memory(gl.float32, [STAGES, TILE_Q], statistics)
     minus_delta_s = gl.allocate_shared_memory(gl.float32, [STAGES, TILE_Q], statistics)
-    k_s = gl.allocate_shared_memory(DTYPE, [PARTS, ROWS, BLOCK_D], keys_d)
-    v_s = gl.allocate_shared_memory(DTYPE, [PARTS, ROWS, BLOCK_DV], keys_dv)
-    kv_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    mbarrier.init(kv_full, count=1)
+    kv_ring = make_ring("K", DTYPE, [ROWS, BLOCK_D], keys_d, KV_STAGES, CONSUMERS, PARTS)
+    v_s = gl.allocate_shared_memory(DTYPE, [KV_STAGES * PARTS, ROWS, BLOCK_DV], keys_dv)
     WRITERS: gl.constexpr = PARTS + (1 if ORDERED else 0)  # see ``order``
     ds_ring = make_ring("dS", DTYPE, [ROWS, TILE_Q], keys_queries, DS_STAGES, CONSUMERS, PARTS, WRITERS)
     label_stages(dout_s, "dO")
     label_stages(lse_s, "lse")
     label_stages(minus_delta_s, "-delta")
-    label_stages(k_s, "K")
     label_stages(v_s, "V")
-    label(kv_full, "K and V there")
-    return ring, (dout_s, lse_s, minus_delta_s), (k_s, v_s, kv_full), ds_ring
+    return ring, (dout_s, lse_s, minus_delta_s), (kv_ring.buffer, v_s, kv_ring), ds_ring
 
 
 @gluon.jit
-def produce(inputs, shared, work, TILE_K: gl.constexpr, RAGGED: gl.constexpr):
-    """The producer: K and V once, then Q and dO with their log-sum-exps and negated deltas."""
+def produce(
+    inputs, taken, queue, shared, problem, TILE_K: gl.constexpr, rows_of_entry, RAGGED: gl.constexpr
+):
+    """The producer: takes key tiles, and loads all that the consumers read."""
+    TILE_Q: gl.constexpr = shared[0].buffer.shape[1]
+    base = gl.program_id(0) * 0  # steps before those of a key tile
+    kv, place = base, base  # loads of K and V, and key tiles
+    t, tile, runs = take_key_tile(taken, queue, place, problem, TILE_K, TILE_Q, rows_of_entry)
+    while t >= 0:
+        steps = (runs[3] - runs[0]) * problem[2][1]
+        if steps > 0:
+            load_key_tile(inputs, t, (tile, runs, problem), base, kv, shared, TILE_K, RAGGED)
+            kv += 1
+        base += steps
+        place += 1
+        t, tile, runs = take_key_tile(taken, queue, place, problem, TILE_K, TILE_Q, rows_of_entry)
+
+
+@gluon.jit
+def load_key_tile(inputs, t, work, base, kv, shared, TILE_K: gl.constexpr, RAGGED: gl.constexpr):
+    """K and V once, then Q and dO with their log-sum-exps and negated deltas."""
     ring, beside, once, ds_ring, dq_rows = shared
     tile, runs, problem = work
     rows_of_head = dq_rows[1]
     k_desc, v_desc, q_desc, dout_desc, lse_desc, minus_delta_desc = inputs
     dout_s, lse_s, minus_delta_s = beside
-    k_s, v_s, kv_full = once
+    k_s, v_s, kv_ring = once
     b, kv_head, k_start, start_q, seqlen_q, start_k, seqlen_k, seen_k, seen_q, pad = tile
     group = problem[2][1]
     entry_q, entry_k = problem[1][4], problem[1][5]
     TILE_Q: gl.constexpr = ring.buffer.shape[1]
-    PARTS: gl.constexpr = k_s.shape[0]
+    PARTS: gl.constexpr = kv_ring.parts
     ROWS: gl.constexpr = k_s.shape[1]
     count = runs[3] - runs[0]
     last = runs[3] - 1
-    if count > 0:
-        mbarrier.expect(kv_full, PARTS * (k_desc.block_type.nbytes + v_desc.block_type.nbytes))
-        for w in gl.static_range(PARTS):
-            row = k_start + w * ROWS
-            at = coordinates(b, kv_head, start_k, row, 0, seen_k, entry_k, RAGGED)
-            tma_load(k_desc, at, kv_full, k_s.index(w))
-            tma_load(v_desc, at, kv_full, v_s.index(w))
+    kv_ring.acquire(kv, PARTS * (k_desc.block_type.nbytes + v_desc.block_type.nbytes))
+    for w in gl.static_range(PARTS):
+        row = k_start + w * ROWS
+        at = coordinates(b, kv_head, start_k, row, 0, seen_k, entry_k, RAGGED)
+        kv_ring.load(kv, k_desc, at, w)
+        tma_load(
+            v_desc,
+            at,
+            kv_ring.full.index(kv % kv_ring.stages),
+            v_s.index(kv % kv_ring.stages * PARTS + w),
+        )
     nbytes: gl.constexpr = (
         q_desc.block_type.nbytes
         + dout_desc.block_type.nbytes
@@ -95,14 +115,14 @@ def produce(inputs, shared, work, TILE_K: gl.constexpr, RAGGED: gl.constexpr):
         row = (last - step % count) * TILE_Q
         at = coordinates(b, head, start_q, row, 0, seen_q, entry_q, RAGGED)
         statistic = head * rows_of_head + pad + row
-        ring.acquire(step, nbytes)
-        ring.load(step, q_desc, at)
-        load_beside(ring, step, dout_desc, at, dout_s)
-        load_beside(ring, step, lse_desc, [statistic], lse_s)
-        load_beside(ring, step, minus_delta_desc, [statistic], minus_delta_s)
-        count_added(step, ring, problem, TILE_K)
-    if count > 0:
-        count_last_added(count * group, ring, problem, TILE_K)
+        i = base + step
+        ring.acquire(i, nbytes)
+        ring.load(i, q_desc, at)
+        load_beside(ring, i, dout_desc, at, dout_s)
+        load_beside(ring, i, lse_desc, [statistic], lse_s)
+        load_beside(ring, i, minus_delta_desc, [statistic], minus_delta_s)
+        count_added(t, step, ring, problem, TILE_K)
+    count_last_added(t, base, count * group, kv, shared, problem, TILE_K)
 
 
 @gluon.jit
@@ -110,6 +130,14 @@ def load_beside(ring, step, desc, at, buffer):
     """Load into the stage of a buffer for which the ring's barriers stand as well."""
     st = step % ring.stages
     tma_load(desc, at, ring.full.index(st), buffer.index(st))
+
+
+@gluon.jit
+def with_key_tile(shared, kv):
+    """``shared`` of load kv of K and V: they are the parts from the last number in it on."""
+    ring, beside, once, ds_ring, dq_rows = shared
+    k_s, v_s, kv_ring = once
+    return ring, beside, (k_s, v_s, kv_ring, kv % kv_ring.stages * kv_ring.parts), ds_ring, dq_rows
 
 
 @gluon.jit
@@ -187,7 +215,7 @@ def start_dq(ROW: gl.constexpr, COLUMN: gl.constexpr, COLUMNS: gl.constexpr, ste
     ring, beside, once, ds_ring, dq_rows = shared
     dq = accumulator(64, COLUMNS)
     for w in gl.static_range(ds_ring.parts):
-        ds, k = ds_ring.stage(step, w).permute((1, 0)), once[0].index(w + afresh(step))
+        ds, k = ds_ring.stage(step, w).permute((1, 0)), once[0].index(once[3] + w + afresh(step))
         ds, k = ds.slice(ROW, 64), k.slice(COLUMN, COLUMNS, 1)
         dq = warpgroup_mma(ds, k, dq, use_acc=w > 0, is_async=True)
     return dq
@@ -206,25 +234,46 @@ def add_dq(ROW: gl.constexpr, COLUMN: gl.constexpr, dq, row, shared):
 
 
 @gluon.jit
-def free_stage(i: gl.constexpr, steps, ring, problem):
-    """Wait until nobody needs stage i of the rings any more, after all steps."""
-    used = stages_used(steps, problem)
-    ring.wait_empty((used - 1 - i + ring.stages) // ring.stages * ring.stages + i)
+def store_gradient(gradient, FIRST: gl.constexpr, ring, part: gl.constexpr, i, to, tile, row):
+    """Store a gradient of 64 keys, or those of its columns that begin with FIRST; row: the first key.
+
+    By way of a stage i of a ring, of which it is the consumer's to fill this part, block by block: then
+    a thread has columns that are neighbours in memory.
+    """
+    COLUMNS: gl.constexpr = gradient.shape[1]
+    BLOCK: gl.constexpr = min(COLUMNS, 64)
+    ring.wait_empty(i)
+    buffer = ring.stage(i, part).slice(0, BLOCK, 1)
+    if COLUMNS > 64:
+        HALF: gl.constexpr = COLUMNS // 2
+        left, right = halves(gradient)
+        if HALF > 64:
+            first, second = halves(left)
+            third, fourth = halves(right)
+            store_columns(first, FIRST, buffer, to, tile, row)
+            store_columns(second, FIRST + 64, buffer, to, tile, row)
+            store_columns(third, FIRST + 128, buffer, to, tile, row)
+            store_columns(fourth, FIRST + 192, buffer, to, tile, row)
+        else:
+            store_columns(left, FIRST, buffer, to, tile, row)
+            store_columns(right, FIRST + HALF, buffer, to, tile, row)
+    else:
+        store_columns(gradient, FIRST, buffer, to, tile, row)
 
 
 @gluon.jit
-def store_gradient(gradient, buffer, FIRST: gl.constexpr, to, tile, row):
-    """Store a gradient of 64 keys, or those of its columns that begin with FIRST; row: the first key.
+def halves(x):
+    """The left and the right columns."""
+    return gl.split(x.reshape([x.shape[0], 2, x.shape[1] // 2]).permute([0, 2, 1]))
 
-    By way of shared memory, after which a thread has columns that are neighbours in memory.
-    """
+
+@gluon.jit
+def store_columns(x, FIRST: gl.constexpr, buffer, to, tile, row):
+    """A block of columns, by way of a buffer of its size."""
     ptr, strides, columns, UNIT = to
-    ROWS: gl.constexpr = gradient.shape[0]
-    COLUMNS: gl.constexpr = gradient.shape[1]
-    ACROSS: gl.constexpr = min(32, COLUMNS // 8)  # threads
+    ACROSS: gl.constexpr = x.shape[1] // 8  # threads
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // ACROSS, ACROSS], [4, 1], [1, 0])
-    buffer = buffer.slice(0, ROWS).slice(FIRST, COLUMNS, 1)
-    buffer.store(gradient.to(buffer.dtype))
+    buffer.store(x.to(buffer.dtype))
     batch, of_row, head = strides
     in_elements = (batch * UNIT, of_row * UNIT, head * UNIT)
     to = (ptr + FIRST, in_elements, columns * UNIT - FIRST)

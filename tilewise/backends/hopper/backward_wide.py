@@ -22,7 +22,6 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    mbarrier,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -32,75 +31,95 @@ from tilewise.backends.hopper.backward_parts import (
     add_dq,
     afresh,
     first_query_tile,
-    free_stage,
     masked,
     next_query_tile,
     spread_over_keys,
     start_dq,
     store_gradient,
+    with_key_tile,
 )
-from tilewise.backends.hopper.order import end_of_steps
-from tilewise.backends.hopper.tile import logits, softcap_slope
+from tilewise.backends.hopper.tile import logits, next_key_tile, softcap_slope
 
 
 @gluon.jit
 def weigh(
     to,
+    queue,
     shared,
     p_ring,
-    work,
+    problem,
     factors,
     FILLED_D: gl.constexpr,
     FILLED_DV: gl.constexpr,
 ):
     """Consumer 0: weights for both, dV, and the first half of every dQ tile's columns."""
-    tile, runs, problem = work
     ring, beside, once, ds_ring, dq_rows = shared
-    dv = no_gradient(once[1], FILLED_DV)
-    steps = (runs[3] - runs[0]) * problem[2][1]
+    kv_ring = once[2]
     DQ_COLUMNS: gl.constexpr = once[0].shape[2] // 2
-    if steps > 0:
-        mbarrier.wait(once[2], 0)
-        n, row = first_query_tile(tile, runs, problem, shared)
-        at = (0, n, row)
-        dv = visit_weights(at, dv, shared, p_ring, work, factors, FILLED_D, FIRST=True)
-        for step in range(1, steps):
-            before = row
-            n, row = next_query_tile(n, row, runs, shared)
-            at = (step, n, before)
-            dv = visit_weights(at, dv, shared, p_ring, work, factors, FILLED_D, FIRST=False)
-        ds_ring.wait_full(steps - 1)
-        dq = warpgroup_mma_wait(0, [start_dq(0, 0, DQ_COLUMNS, steps - 1, shared)])
-        add_dq(0, 0, dq, row, shared)
-        end_of_steps(steps, ring, problem)
-    free_stage(0, steps, ring, problem)
-    store_gradients(dv, 1.0, beside[0].index(0), to, tile)
+    base = gl.program_id(0) * 0  # steps before those of a key tile
+    kv, place = base, base  # loads of K and V, and key tiles
+    t, tile, runs = next_key_tile(queue, place, 4)
+    while t >= 0:
+        work = (tile, runs, problem)
+        dv = no_gradient(once[1], FILLED_DV)
+        steps = (runs[3] - runs[0]) * problem[2][1]
+        if steps > 0:
+            kv_ring.wait_full(kv)
+            mine = with_key_tile(shared, kv)
+            n, row = first_query_tile(tile, runs, problem, shared)
+            at = (base, n, row)
+            dv = visit_weights(at, dv, mine, p_ring, work, factors, FILLED_D, FIRST=True)
+            for step in range(base + 1, base + steps):
+                before = row
+                n, row = next_query_tile(n, row, runs, shared)
+                at = (step, n, before)
+                dv = visit_weights(at, dv, mine, p_ring, work, factors, FILLED_D, FIRST=False)
+            last = base + steps - 1
+            ds_ring.wait_full(last)
+            dq = warpgroup_mma_wait(0, [start_dq(0, 0, DQ_COLUMNS, last, mine)])
+            ds_ring.release(last)
+            add_dq(0, 0, dq, row, shared)
+            kv_ring.release(kv)
+            kv += 1
+        base += steps
+        store_gradients(dv, 1.0, p_ring, base, to, tile)
+        place += 1
+        t, tile, runs = next_key_tile(queue, place, 4)
 
 
 @gluon.jit
 def differentiate(
     to,
+    queue,
     shared,
     p_ring,
-    work,
+    problem,
     factors,
     FILLED_D: gl.constexpr,
     FILLED_DV: gl.constexpr,
 ):
     """Consumer 1: gradients of the scores, dK, and the second half of every dQ tile's columns."""
-    tile, runs, problem = work
     ring, beside, once, ds_ring, dq_rows = shared
-    dk = no_gradient(once[0], FILLED_D)
-    steps = (runs[3] - runs[0]) * problem[2][1]
-    if steps > 0:
-        mbarrier.wait(once[2], 0)
-        n, row = first_query_tile(tile, runs, problem, shared)
-        for step in range(steps):
-            dk = visit_gradients(step, row, dk, shared, p_ring, factors, FILLED_D, FILLED_DV)
-            n, row = next_query_tile(n, row, runs, shared)
-        end_of_steps(steps, ring, problem)
-    free_stage(0, steps, ring, problem)
-    store_gradients(dk, factors[2], ring.stage(0), to, tile)
+    kv_ring = once[2]
+    base = gl.program_id(0) * 0
+    kv, place = base, base
+    t, tile, runs = next_key_tile(queue, place, 4)
+    while t >= 0:
+        dk = no_gradient(once[0], FILLED_D)
+        steps = (runs[3] - runs[0]) * problem[2][1]
+        if steps > 0:
+            kv_ring.wait_full(kv)
+            mine = with_key_tile(shared, kv)
+            n, row = first_query_tile(tile, runs, problem, shared)
+            for step in range(base, base + steps):
+                dk = visit_gradients(step, row, dk, mine, p_ring, factors, FILLED_D, FILLED_DV)
+                n, row = next_query_tile(n, row, runs, shared)
+            kv_ring.release(kv)
+            kv += 1
+        base += steps
+        store_gradients(dk, factors[2], ds_ring, base, to, tile)
+        place += 1
+        t, tile, runs = next_key_tile(queue, place, 4)
 
 
 @gluon.jit
@@ -115,12 +134,12 @@ def no_gradient(like, FILLED: gl.constexpr):
 
 
 @gluon.jit
-def store_gradients(gradient, factor, buffer, to, tile):
+def store_gradients(gradient, factor, ring, i, to, tile):
     """Store a key tile's gradient, or its columns in two parts."""
-    store_gradient(gradient[0] * factor, buffer, 0, to, tile, tile[2])
+    store_gradient(gradient[0] * factor, 0, ring, 0, i, to, tile, tile[2])
     if len(gradient) > 1:
         HALF: gl.constexpr = gradient[0].shape[1]
-        store_gradient(gradient[1] * factor, buffer, HALF, to, tile, tile[2])
+        store_gradient(gradient[1] * factor, HALF, ring, 0, i, to, tile, tile[2])
 
 
 @gluon.jit
@@ -216,7 +235,7 @@ def visit_weights(
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE_Q, 16])
     q = ring.wait_full(step)
     st = step % ring.stages
-    k = once[0].index(afresh(step))
+    k = once[0].index(once[3] + afresh(step))
     s_token = start_scores(k, q, accumulator(TILE_K, TILE_Q), FILLED_D, ADD=False)
     lse = lse_s.index(st).load(gl.SliceLayout(0, scores))
     s = warpgroup_mma_wait(0, [s_token])
@@ -261,7 +280,7 @@ def visit_gradients(
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE_Q, 16])
     q = ring.wait_full(step)
     st = step % ring.stages
-    v = once[1].index(afresh(step))
+    v = once[1].index(once[3] + afresh(step))
     minus_delta = minus_delta_s.index(st).load(gl.SliceLayout(0, scores))
     dp = spread_over_keys(minus_delta, factors[0], TILE_K, scores)
     dp_token = start_scores(v, dout_s.index(st), dp, FILLED_DV, ADD=True)

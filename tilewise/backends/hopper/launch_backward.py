@@ -13,7 +13,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tilewise import mask, schedule
 from tilewise.backends.hopper.agenda import heads_together
-from tilewise.backends.hopper.around import Space, in_units, unit_of
+from tilewise.backends.hopper.around import Prepared, in_units, unit_of
 from tilewise.backends.hopper.launch import ROWS, block_columns, descriptor, for_tma
 from tilewise.backends.relaunch import Relaunch
 from tilewise.backends.triton.launch import lengths, on_device, score_factors, strides
@@ -29,6 +29,7 @@ class Plan(NamedTuple):
     tile: schedule.HopperBackwardTile
     blocks: tuple[int, int]  # columns of a tile of Q and K, and of V and dO
     units: tuple[int, int]  # in which strides and columns of dK and dV are given
+    tiles: int  # of keys
     launch: Relaunch
 
 
@@ -54,7 +55,8 @@ def plan_backward(spec: AttentionSpec, of_head: int, of_entry: int) -> Plan:
     unit_d, unit_dv = unit_of(spec.head_dim), unit_of(spec.head_dim_v)  # of contiguous gradients
     tile = schedule.hopper_backward_tile(spec)
     heads = spec.batch * spec.heads_kv
-    programs = heads * triton.cdiv(spec.max_seqlen_k, tile.k)
+    tiles = heads * triton.cdiv(spec.max_seqlen_k, tile.k)
+    programs = min(tiles, schedule.multiprocessors(spec.device))
     arguments = {
         "heads": spec.heads_kv,
         "group": spec.group,
@@ -77,6 +79,7 @@ def plan_backward(spec: AttentionSpec, of_head: int, of_entry: int) -> Plan:
         "TILE_Q": tile.q,
         "TILE_K": tile.k,
         "STAGES": tile.stages,
+        "KV_STAGES": tile.kv_stages,
         "DS_STAGES": tile.ds_stages,
         "P_STAGES": tile.p_stages,
         "KV_IN_REGISTERS": tile.kv_in_registers,
@@ -84,7 +87,9 @@ def plan_backward(spec: AttentionSpec, of_head: int, of_entry: int) -> Plan:
         "REGISTERS": tile.registers,
     }
     options = {"num_warps": 4, "maxnreg": tile.maxnreg}
-    return Plan(tile, (block_d, block_dv), (unit_d, unit_dv), Relaunch(programs, arguments, options))
+    return Plan(
+        tile, (block_d, block_dv), (unit_d, unit_dv), tiles, Relaunch(programs, arguments, options)
+    )
 
 
 def launch_backward(
@@ -92,13 +97,11 @@ def launch_backward(
     spec: AttentionSpec,
     x: Inputs,
     dout: Tensor,
-    statistics: tuple[Tensor, Tensor],
-    dq_rows: Tensor,
-    space: Space,
+    rows: Prepared,
     grads: Gradients,
 ) -> None:
-    """Fill grads.k and grads.v, and add to dq_rows."""
-    plan = plan_backward(spec, space.of_head, space.of_entry)
+    """Fill grads.k and grads.v, and add to rows.dq."""
+    plan = plan_backward(spec, rows.space.of_head, rows.space.of_entry)
     low, seen_k = mask.key_span(spec.max_seqlen_q, spec.max_seqlen_k, *spec.window)
     _, seen_q = mask.key_span(spec.max_seqlen_k, spec.max_seqlen_q, *spec.window[::-1])
     if not spec.ragged and (low > 0 or seen_k < spec.max_seqlen_k or spec.max_seqlen_q == 0):
@@ -107,10 +110,9 @@ def launch_backward(
     if plan.launch.programs == 0 or spec.max_seqlen_q == 0:
         return
     q, k, v, dout = (for_tma(spec, t) for t in (x.q, x.k, x.v, dout))
-    lse_rows, minus_delta_rows = statistics
     progress = None
     if spec.deterministic:
-        progress = torch.zeros(1 + plan.launch.programs, dtype=torch.int32, device=spec.device)
+        progress = torch.zeros(plan.tiles, dtype=torch.int32, device=spec.device)
     flat = gl.NVMMASharedLayout(0, 32, rank=1)
     block_d, block_dv = plan.blocks
     with on_device(spec.device):
@@ -120,10 +122,11 @@ def launch_backward(
             descriptor(spec, v, seen_k, (ROWS, block_dv)),
             descriptor(spec, q, seen_q, (plan.tile.q, block_d)),
             descriptor(spec, dout, seen_q, (plan.tile.q, block_dv)),
-            TensorDescriptor(lse_rows, [lse_rows.numel()], [1], [plan.tile.q], flat),
-            TensorDescriptor(minus_delta_rows, [minus_delta_rows.numel()], [1], [plan.tile.q], flat),
+            TensorDescriptor(rows.lse, [rows.lse.numel()], [1], [plan.tile.q], flat),
+            TensorDescriptor(rows.minus_delta, [rows.minus_delta.numel()], [1], [plan.tile.q], flat),
+            rows.taken,
             progress,
-            dq_rows,
+            rows.dq,
             grads.k,
             *in_units(strides(spec, grads.k), plan.units[0]),
             grads.v,

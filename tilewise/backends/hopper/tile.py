@@ -200,6 +200,30 @@ def key_tile(t, problem, TILE_K: gl.constexpr, TILE_Q: gl.constexpr, rows_of_ent
 
 
 @gluon.jit
+def take_key_tile(taken, queue, place, problem, TILE_K: gl.constexpr, TILE_Q: gl.constexpr, of_entry):
+    """Take the next key tile that no program has taken, and tell the others of it. See there.
+
+    taken: how many are. place: in the queue. of_entry: the rows of an entry, for ``key_tile``.
+    """
+    tiles = problem[0][0]
+    t = gl.atomic_add(taken, 1, sem="relaxed")
+    tile = key_tile(min(t, tiles - 1), problem, TILE_K, TILE_Q, of_entry)
+    runs = query_tiles_of(tile, problem, TILE_Q, TILE_K)
+    t = gl.where(t < tiles, t, -1)
+    queue.acquire(place)
+    queue.put(place, tile + (runs[0], runs[1], runs[2], runs[3], t), 1)  # noqa: RUF005
+    return t, tile, runs
+
+
+@gluon.jit
+def next_key_tile(queue, place, WARPS: gl.constexpr):
+    """Which key tile the program computes now, or -1; where it lies; and the query tiles that see it."""
+    n = queue.get(place, WARPS)
+    tile = (n[0], n[1], n[2], n[3], n[4], n[5], n[6], n[7], n[8], n[9])
+    return n[14], tile, (n[10], n[11], n[12], n[13])
+
+
+@gluon.jit
 def query_tiles_of(tile, problem, TILE_Q: gl.constexpr, TILE_K: gl.constexpr):
     """``mask.key_tiles`` with the roles swapped: the query tiles that see a key tile."""
     left, right = problem[3]
