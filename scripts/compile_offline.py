@@ -131,6 +131,12 @@ _DETERMINISTIC = replace(
     _VARIANTS["causal"], options=(("causal", True), ("deterministic", True)), forward=False
 )
 GLUON_CASES |= {f"{dims}-deterministic": replace(_DETERMINISTIC, dims=_DIMS[dims]) for dims in _DIMS}
+GLUON_CASES |= {
+    f"{dims}-full-deterministic": replace(
+        _DETERMINISTIC, dims=_DIMS[dims], varlen=True, options=(("deterministic", True),)
+    )
+    for dims in _DIMS
+}
 ALL_CASES = CASES | GLUON_CASES
 # Loads and stores of spilled registers in main loops, the most of all Triton versions (3.9, mostly of
 # the second attempt). More is an objection, and so is any in another case.

@@ -170,17 +170,17 @@ class HopperBackwardTile(NamedTuple):
     q: int  # queries
     k: int  # keys: 128, half of them each consumer's, or 64 of both
     stages: int  # of the ring of Q and dO
-    ds_stages: int  # of the buffer through which consumers exchange dS
-    p_stages: int = 0  # of that for P, where both have the same keys
+    ds_stages: int  # of the buffer through which consumers exchange dS, and gradients leave
+    p_stages: int = 0  # of that for P, where both have the same keys; dV leaves through it
     kv_stages: int = 1  # of the ring of K and V
     kv_in_registers: bool = False  # as operands of the products with Q and dO
     registers: int = 240  # of a consumer's thread while it computes
     maxnreg: int = 168  # of every thread at launch
 
 
-# (largest head dim it serves, masked) -> tile of the backward. 64 queries at a time leave fewer pairs to
-# a mask than 128, and K and V of the next key tile then have room beside those of this one. 192 is for
-# one head dim above 128, which leaves room for a third stage.
+# (largest head dim it serves, masked) -> tile of the backward. At head dim 64, 64 queries at a time
+# leave fewer pairs to a mask than 128, and room for K and V of the next key tile beside those of this
+# one. 192 is for one head dim above 128, which leaves room for a third stage.
 _HOPPER_BACKWARD: dict[tuple[int, bool], HopperBackwardTile] = {
     (64, False): HopperBackwardTile(128, 128, 2, 2),
     (64, True): HopperBackwardTile(64, 128, 3, 3, kv_stages=2, kv_in_registers=True),
@@ -191,8 +191,14 @@ _HOPPER_BACKWARD: dict[tuple[int, bool], HopperBackwardTile] = {
     (256, False): HopperBackwardTile(64, 64, 2, 2, p_stages=2),
     (256, True): HopperBackwardTile(64, 64, 2, 2, p_stages=2),
 }
-# Programs that follow one another wait more often, and then two stages of dS pass faster than three.
-_HOPPER_BACKWARD_DETERMINISTIC = _HOPPER_BACKWARD | {(128, True): HopperBackwardTile(64, 128, 3, 2)}
+# Programs that follow one another take the next key tile when all of one is added, so K and V of one are
+# enough; they wait more often, and then two stages of dS pass faster than three. 128 queries at a time
+# would leave Triton 3.9 too few registers.
+_HOPPER_BACKWARD_DETERMINISTIC = _HOPPER_BACKWARD | {
+    (64, False): HopperBackwardTile(64, 128, 3, 3, kv_in_registers=True),
+    (64, True): HopperBackwardTile(64, 128, 3, 3, kv_in_registers=True),
+    (128, True): HopperBackwardTile(64, 128, 3, 2),
+}
 # Up to SHORT keys a key tile has so few steps that it counts that K and V of the next one are there.
 _HOPPER_BACKWARD_SHORT = {
     64: HopperBackwardTile(64, 128, 3, 3, kv_stages=2, kv_in_registers=True),

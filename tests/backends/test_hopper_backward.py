@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import problems
 import pytest
@@ -17,10 +18,12 @@ pytest.importorskip("greenlet")
 
 from tilewise import dispatch, reference, schedule, sim
 from tilewise.backends.hopper import around
+from tilewise.backends.hopper import backward as module
 from tilewise.backends.hopper.agenda import heads_together
-from tilewise.backends.hopper.backward import backward, backward_kernel
+from tilewise.backends.hopper.backward import backward_kernel
 from tilewise.backends.hopper.launch_backward import plan_backward
 from tilewise.ops import Gradients
+from tilewise.spec import AttentionSpec, Inputs
 
 KERNEL = next(k for k in dispatch.KERNELS if k.name == "hopper/fa3")
 SUPPORTED = KERNEL.backward
@@ -48,9 +51,15 @@ def as_of_many_keys(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def simulate(p: Problem, seeds: Iterable[int] = (0,), **options: Any) -> list[torch.Tensor]:
-    """Gradients of a right forward under several schedules; none may be found fault with. dQ of each."""
+    """Gradients of a right forward under several schedules; none may be found fault with. Of each, the
+    bits of dQ before it is rounded, which may hide in what order it was added up."""
     t = problems.tensors(p)
-    dqs = []
+    dqs: list[torch.Tensor] = []
+
+    def finish(spec: AttentionSpec, x: Inputs, rows: around.Prepared, dq: torch.Tensor) -> None:
+        dqs.append(rows.dq.clone().view(torch.int32))
+        around.finish_dq(spec, x, rows, dq)
+
     exact = t.x._replace(**{name: getattr(t.x, name).double() for name in "qkv"})
     out, lse = reference.attention(t.spec, exact, torch.float64)
     out, lse = out.to(t.spec.dtype), lse.float()
@@ -61,8 +70,8 @@ def simulate(p: Problem, seeds: Iterable[int] = (0,), **options: Any) -> list[to
         if not t.spec.ragged:
             for name in "qkv":
                 getattr(grads, name).fill_(torch.nan)
-        with sim.intercept(seed=seed, **options) as reports:
-            backward(
+        with sim.intercept(seed=seed, **options) as reports, patch.object(module, "finish_dq", finish):
+            module.backward(
                 t.spec, t.x._replace(**rows), out, lse, lse, _rows(dout),
                 None if p.loss == "out" else t.dlse, grads,
             )  # fmt: skip
@@ -70,7 +79,6 @@ def simulate(p: Problem, seeds: Iterable[int] = (0,), **options: Any) -> list[to
             report.raise_if_any()
         got = {"out": out, "lse": lse, "dq": grads.q, "dk": grads.k, "dv": grads.v}
         problems.check_results(p, t, got)
-        dqs.append(grads.q)
     return dqs
 
 
@@ -159,7 +167,7 @@ def test_a_softcap_that_saturates(dim: int):
 
 
 def in_any_order(p: Problem, seeds: range) -> bool:
-    """Whether dQ is the same to the bit, whoever of three programs at a time is fast or slow."""
+    """Whether dQ is the same to the bit, whoever of the programs is fast or slow."""
     first, *others = simulate(p, seeds[:5] if len(seeds) > 1 else range(3), together=True, resident=3)
     return all(torch.equal(first, other) for other in others)
 
@@ -180,6 +188,18 @@ def test_deterministic_with_heads_and_sequences(sim_seeds: range):
     assert in_any_order(p, sim_seeds)
     used = Problem(((300, 500),) * 2, 2, 2, 64, 64, "bf16", used_q=(300, 33), used_k=(170, 500))
     assert in_any_order(replace(used, deterministic=True, window=(90, 60)), sim_seeds)
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_the_next_key_tile_waits_for_the_last_query_tile(stages: int, monkeypatch: pytest.MonkeyPatch):
+    """That all is added was once told when queries were free, which is a query tile too early; and then
+    with two stages of K and V, where another one's were free. Here all key tiles share a query tile."""
+    tiles = schedule._HOPPER_BACKWARD_DETERMINISTIC
+    changed = {(64, True): tiles[64, True]._replace(kv_stages=stages)}
+    monkeypatch.setattr(schedule, "_HOPPER_BACKWARD_DETERMINISTIC", tiles | changed)
+    for queries in (64, 192):
+        p = Problem(((queries, 640),), 1, 2, 64, 64, "bf16", causal=True, deterministic=True)
+        assert in_any_order(p, range(5))
 
 
 def test_free_gradients_depend_on_who_is_fast():

@@ -1,8 +1,9 @@
 """What both shapes of the Hopper backward share: its producer, masks, dQ, and the walk over queries.
 
 In all of it ``shared`` is what lies in shared memory: the ring of Q; what comes with it, dO and the row
-statistics; what comes once, K and V and their barrier, in parts of 64 keys; the ring through which
-consumers exchange dS; and where dQ goes.
+statistics; what comes once for a key tile, K in a ring, V beside it, in parts of 64 keys (and, see
+``with_key_tile``, which part is this tile's first); the ring through which consumers exchange dS; and
+where dQ goes.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ def produce(
 
 @gluon.jit
 def load_key_tile(inputs, t, work, base, kv, shared, TILE_K: gl.constexpr, RAGGED: gl.constexpr):
-    """K and V once, then Q and dO with their log-sum-exps and negated deltas."""
+    """Its K and V, then of every step Q and dO with their log-sum-exps and negated deltas."""
     ring, beside, once, ds_ring, dq_rows = shared
     tile, runs, problem = work
     rows_of_head = dq_rows[1]
@@ -274,9 +275,7 @@ def store_columns(x, FIRST: gl.constexpr, buffer, to, tile, row):
     ACROSS: gl.constexpr = x.shape[1] // 8  # threads
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // ACROSS, ACROSS], [4, 1], [1, 0])
     buffer.store(x.to(buffer.dtype))
-    batch, of_row, head = strides
-    in_elements = (batch * UNIT, of_row * UNIT, head * UNIT)
-    to = (ptr + FIRST, in_elements, columns * UNIT - FIRST)
+    to = (ptr + FIRST, strides, columns * UNIT - FIRST, UNIT)
     store_rows(buffer.load(layout), to, (tile[0], tile[1], tile[5], row, tile[7]))
 
 

@@ -532,7 +532,7 @@ def store_part(W: gl.constexpr, result, rows, where, results, problem, how: gl.c
         TILE_Q: gl.constexpr = how[0] * ROWS
         row = part * TILE_Q + W * ROWS
         gl.store(lse_ptr + part * TILE_Q + rows, lse)
-        store_rows(o, (o_ptr, (0, COLUMNS, 0), COLUMNS), (part * 0, part * 0, row, part * 0, ROWS))
+        store_rows(o, (o_ptr, (0, COLUMNS, 0), COLUMNS, 1), (part * 0, part * 0, row, part * 0, ROWS))
         left = q_start * 0 + NOWHERE
     return (b, head, left, start_q, seqlen_q, start_k, seqlen_k, seen_k), lost
 
@@ -565,7 +565,7 @@ def store(W: gl.constexpr, result, rows, tile, results, problem, how: gl.constex
             at = coordinates(b, head, start_q, row, part * PART, seqlen_q, problem[1][4], how[3])
             tma_store(o_desc, at, o_s.index(W))
     else:
-        store_rows(o, (o_ptr, o_strides, columns), (b, head, start_q, row, seqlen_q))
+        store_rows(o, (o_ptr, o_strides, columns, 1), (b, head, start_q, row, seqlen_q))
     return lost.to(gl.int32)
 
 

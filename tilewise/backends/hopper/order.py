@@ -47,7 +47,7 @@ def watch(queue, ds_ring, problem, TILE_Q: gl.constexpr, TILE_K: gl.constexpr):
 
 @gluon.jit
 def watch_one(t, tile, runs, base, ds_ring, problem, TILE_Q: gl.constexpr, TILE_K: gl.constexpr):
-    """The same for all query tiles that see key tile t; returns how many those are."""
+    """The same for all steps of key tile t; returns how many those are."""
     b, head, k_start, start_q, rows_q, start_k, rows_k, seen_k, seen_q, pad = tile
     before = (b, head, k_start - TILE_K, start_q, rows_q, start_k, rows_k, seen_k, seen_q, pad)
     runs_before = query_tiles_of(before, problem, TILE_Q, TILE_K)
@@ -80,12 +80,13 @@ def count_added(t, step, ring, problem, TILE_K: gl.constexpr):
 
 @gluon.jit
 def count_last_added(t, base, steps, kv, shared, problem, TILE_K: gl.constexpr):
-    """Producer: the same for those of the last steps; K and V are released when all is added."""
+    """Producer: the same for those of the last steps; and for the last when K and V of this load, whose
+    release is the last thing that a consumer does for a key tile, are free."""
     if problem[0][1] is not None:
         ring, kv_ring = shared[0], shared[2][2]
         for step in range(steps, steps + ring.stages):
             ring.wait_empty(base + step)
             count_added(t, step, ring, problem, TILE_K)
-        kv_ring.wait_empty(kv + 1)
+        kv_ring.wait_empty(kv + kv_ring.stages)
         mine, rank = count_of(t, problem, TILE_K)
         gl.atomic_add(mine, 1, sem="release")

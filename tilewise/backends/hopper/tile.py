@@ -201,7 +201,8 @@ def key_tile(t, problem, TILE_K: gl.constexpr, TILE_Q: gl.constexpr, rows_of_ent
 
 @gluon.jit
 def take_key_tile(taken, queue, place, problem, TILE_K: gl.constexpr, TILE_Q: gl.constexpr, of_entry):
-    """Take the next key tile that no program has taken, and tell the others of it. See there.
+    """Take the next key tile that no program has taken, or -1, and tell the other partitions of it,
+    which call ``next_key_tile``: ten numbers of ``key_tile``, four of ``query_tiles_of``, and t.
 
     taken: how many are. place: in the queue. of_entry: the rows of an entry, for ``key_tile``.
     """
@@ -238,15 +239,16 @@ def query_tiles_of(tile, problem, TILE_Q: gl.constexpr, TILE_K: gl.constexpr):
 def store_rows(x, to, rows):
     """Store a tile to memory: those of its rows and columns that exist, as they lie in registers.
 
-    to: pointer, strides of (batch, row, head), and number of columns. rows: batch entry, head, the
-    sequence's first row in memory, the tile's first of the sequence, and how many the sequence has.
+    to: pointer, strides of (batch, row, head) in units of UNIT elements, number of columns, UNIT. rows:
+    batch entry, head, the sequence's first row in memory, the tile's first of the sequence, and how many
+    the sequence has.
     """
-    ptr, strides, columns = to
+    ptr, strides, columns, UNIT = to
     b, head, start, row, length = rows
     layout: gl.constexpr = x.type.layout
     r = row + gl.arange(0, x.shape[0], gl.SliceLayout(1, layout))
     c = gl.arange(0, x.shape[1], gl.SliceLayout(0, layout))
-    base = ptr + b.to(gl.int64) * strides[0] + head.to(gl.int64) * strides[2]
+    base = ptr + (b.to(gl.int64) * strides[0] + head.to(gl.int64) * strides[2]) * UNIT
     inside = (r < length)[:, None] & (c < columns)[None, :]
-    at = (start + r).to(gl.int64)[:, None] * strides[1] + c[None, :]
+    at = (start + r).to(gl.int64)[:, None] * strides[1] * UNIT + c[None, :]
     gl.store(base + at, x.to(ptr.dtype.element_ty), mask=inside)
