@@ -12,6 +12,7 @@ from problems import Problem
 
 from tilewise import attention, attention_varlen, ops
 from tilewise.ops import OPTION_NAMES
+from tilewise.registration import register_autograd
 from tilewise.spec import Inputs
 
 PROBLEMS = {
@@ -411,3 +412,24 @@ def test_option_names_follow_the_schema():
     schema = operator("forward")._schema
     names = [a.name for a in schema.arguments]
     assert names == [*Inputs._fields, *OPTION_NAMES]
+
+
+def test_a_call_does_not_look_at_the_schema(monkeypatch: pytest.MonkeyPatch):
+    """PyTorch's own registration does, argument by argument, in every call that records gradients."""
+
+    def slow(*args: Any) -> Any:
+        raise AssertionError("looked up the schema")
+
+    monkeypatch.setattr("torch._library.utils.fill_defaults", slow)
+    q, k, v = (torch.randn(1, 5, 2, 8, requires_grad=True) for _ in range(3))
+    attention(q, k, v).sum().backward()
+    assert q.grad is not None
+
+
+def test_arguments_with_default_values_cannot_be_registered():
+    """The dispatcher leaves them out, and everything after one would move."""
+    with torch.library._scoped_library("tilewise_test", "FRAGMENT") as library:
+        library.define("defaults(Tensor x, int n=1) -> Tensor")
+        overload = torch.ops.tilewise_test.defaults.default
+        with pytest.raises(ValueError, match="default values; allowed are none"):
+            register_autograd(library, overload, lambda ctx, g: (g, None), lambda *_: None)

@@ -16,6 +16,7 @@ from torch.autograd import forward_ad
 
 from tilewise import dispatch
 from tilewise.errors import UnsupportedError
+from tilewise.registration import register_autograd
 from tilewise.spec import AttentionSpec, Inputs, check_values, make_spec
 
 _TENSORS = (
@@ -268,7 +269,7 @@ for _name, _function, _fake in (
 ):
     _library.impl(_name, _function, "CompositeExplicitAutograd")
     torch.library.register_fake(f"tilewise::{_name}", _fake, lib=_library)
-torch.library.register_autograd(
-    f"tilewise::forward.{_CONTRACT}", gradients, setup_context=setup_context, lib=_library
+register_autograd(
+    _library, getattr(torch.ops.tilewise.forward, _CONTRACT), gradients, setup_context=setup_context
 )
 torch.library.register_autograd(f"tilewise::backward.{_CONTRACT}", no_double_backward, lib=_library)
