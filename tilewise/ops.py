@@ -8,7 +8,7 @@ rather than through ``custom_op``, which costs several times the host time of a 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -256,7 +256,11 @@ def gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Tensor | No
     return tuple(found.get(i) for i in range(_TENSOR_COUNT + len(OPTION_NAMES)))
 
 
-def no_double_backward(ctx: Any, *grads: Tensor | None) -> None:
+def keep_nothing(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    """There is no second derivative to keep anything for."""
+
+
+def no_double_backward(ctx: Any, *grads: Tensor | None) -> NoReturn:
     raise UnsupportedError(
         "second derivatives of attention are not implemented: call backward without create_graph"
     )
@@ -269,7 +273,8 @@ for _name, _function, _fake in (
 ):
     _library.impl(_name, _function, "CompositeExplicitAutograd")
     torch.library.register_fake(f"tilewise::{_name}", _fake, lib=_library)
-register_autograd(
-    _library, getattr(torch.ops.tilewise.forward, _CONTRACT), gradients, setup_context=setup_context
-)
-torch.library.register_autograd(f"tilewise::backward.{_CONTRACT}", no_double_backward, lib=_library)
+for _operator, _derivative, _setup in (
+    (torch.ops.tilewise.forward, gradients, setup_context),
+    (torch.ops.tilewise.backward, no_double_backward, keep_nothing),
+):
+    register_autograd(_library, getattr(_operator, _CONTRACT), _derivative, _setup)
