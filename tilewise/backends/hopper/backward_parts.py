@@ -14,7 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
 from tilewise.backends.hopper.launch_backward import CONSUMERS as _CONSUMERS
 from tilewise.backends.hopper.order import count_added, count_last_added
-from tilewise.backends.hopper.tile import query_range, store_rows, take_key_tile
+from tilewise.backends.hopper.tile import columns_of, query_range, store_rows, take_key_tile
 from tilewise.gluon.compat import label_stages, tma_load
 from tilewise.gluon.ragged import coordinates
 from tilewise.gluon.ring import make_ring
@@ -99,12 +99,7 @@ def load_key_tile(inputs, t, work, base, kv, shared, TILE_K: gl.constexpr, RAGGE
         row = k_start + w * ROWS
         at = coordinates(b, kv_head, start_k, row, 0, seen_k, entry_k, RAGGED)
         kv_ring.load(kv, k_desc, at, w)
-        tma_load(
-            v_desc,
-            at,
-            kv_ring.full.index(kv % kv_ring.stages),
-            v_s.index(kv % kv_ring.stages * PARTS + w),
-        )
+        load_beside(kv_ring, kv, v_desc, at, v_s, w)
     nbytes: gl.constexpr = (
         q_desc.block_type.nbytes
         + dout_desc.block_type.nbytes
@@ -127,10 +122,10 @@ def load_key_tile(inputs, t, work, base, kv, shared, TILE_K: gl.constexpr, RAGGE
 
 
 @gluon.jit
-def load_beside(ring, step, desc, at, buffer):
-    """Load into the stage of a buffer for which the ring's barriers stand as well."""
+def load_beside(ring, step, desc, at, buffer, part: gl.constexpr = 0):
+    """Load into a part of the stage of a buffer for which the ring's barriers stand as well."""
     st = step % ring.stages
-    tma_load(desc, at, ring.full.index(st), buffer.index(st))
+    tma_load(desc, at, ring.full.index(st), buffer.index(st * ring.parts + part))
 
 
 @gluon.jit
@@ -245,27 +240,9 @@ def store_gradient(gradient, FIRST: gl.constexpr, ring, part: gl.constexpr, i, t
     BLOCK: gl.constexpr = min(COLUMNS, 64)
     ring.wait_empty(i)
     buffer = ring.stage(i, part).slice(0, BLOCK, 1)
-    if COLUMNS > 64:
-        HALF: gl.constexpr = COLUMNS // 2
-        left, right = halves(gradient)
-        if HALF > 64:
-            first, second = halves(left)
-            third, fourth = halves(right)
-            store_columns(first, FIRST, buffer, to, tile, row)
-            store_columns(second, FIRST + 64, buffer, to, tile, row)
-            store_columns(third, FIRST + 128, buffer, to, tile, row)
-            store_columns(fourth, FIRST + 192, buffer, to, tile, row)
-        else:
-            store_columns(left, FIRST, buffer, to, tile, row)
-            store_columns(right, FIRST + HALF, buffer, to, tile, row)
-    else:
-        store_columns(gradient, FIRST, buffer, to, tile, row)
-
-
-@gluon.jit
-def halves(x):
-    """The left and the right columns."""
-    return gl.split(x.reshape([x.shape[0], 2, x.shape[1] // 2]).permute([0, 2, 1]))
+    for n in gl.static_range(COLUMNS // BLOCK):
+        block = columns_of(gradient, n, COLUMNS // BLOCK)
+        store_columns(block, FIRST + n * BLOCK, buffer, to, tile, row)
 
 
 @gluon.jit

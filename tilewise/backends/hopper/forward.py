@@ -30,6 +30,7 @@ from tilewise.backends.hopper.launch import ROWS as _ROWS
 from tilewise.backends.hopper.launch import launch_forward
 from tilewise.backends.hopper.tile import (
     claimed_tile,
+    columns_of,
     finite,
     key_range,
     key_tile_runs,
@@ -467,17 +468,6 @@ def powers(s, factor, origin, EXACT: gl.constexpr):
         return gl.exp2((s - origin[:, None]) * factor)
     else:
         return gl.exp2(s * factor - origin[:, None])
-
-
-@gluon.jit
-def columns_of(x, part: gl.constexpr, PARTS: gl.constexpr):
-    """One of one or two blocks of columns."""
-    gl.static_assert(PARTS <= 2)
-    if PARTS == 2:
-        HALF: gl.constexpr = x.shape[1] // 2
-        halves = gl.split(x.reshape([ROWS, 2, HALF]).permute([0, 2, 1]))
-        x = halves[part]
-    return x
 
 
 @gluon.jit

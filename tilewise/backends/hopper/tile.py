@@ -236,6 +236,24 @@ def query_tiles_of(tile, problem, TILE_Q: gl.constexpr, TILE_K: gl.constexpr):
 
 
 @gluon.jit
+def columns_of(x, part: gl.constexpr, PARTS: gl.constexpr):
+    """One of 1, 2 or 4 blocks of columns."""
+    gl.static_assert(PARTS <= 4)
+    if PARTS > 1:
+        x = half_of(x, part * 2 // PARTS)
+    if PARTS > 2:
+        x = half_of(x, part % 2)
+    return x
+
+
+@gluon.jit
+def half_of(x, right: gl.constexpr):
+    """The left or the right columns."""
+    halves = gl.split(x.reshape([x.shape[0], 2, x.shape[1] // 2]).permute([0, 2, 1]))
+    return halves[right]
+
+
+@gluon.jit
 def store_rows(x, to, rows):
     """Store a tile to memory: those of its rows and columns that exist, as they lie in registers.
 
