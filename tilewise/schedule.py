@@ -243,8 +243,8 @@ def following(spec: AttentionSpec) -> int:
 # Bytes of keys and values that stay in the L2 cache while a kernel runs. An H200 has 50 MB, in two
 # halves that keep copies; 8 to 32 MB measure alike, and less is safer.
 KEPT_IN_L2 = 8 * 2**20
-# The same where tiles are claimed one by one and are unequal: then the last heads need enough short ones
-# for programs to end at the same time.
+# The same where the forward claims unequal tiles one by one: then the last heads need enough short ones
+# for programs to end at the same time. The backward has Q, dO and sums of dQ to keep as well.
 KEPT_IN_L2_CLAIMED = 32 * 2**20
 # What a Hopper kernel loses from one query tile to the next, in keys.
 BETWEEN_QUERY_TILES = 192

@@ -40,10 +40,11 @@ class GpuClock:
     """CUDA events around the call, behind a clear of memory much larger than the L2 cache.
 
     The clear does two jobs: it leaves nothing of the operands in L2, and it keeps the GPU busy while
-    Python prepares the launch, so that the time is the kernels' and not the host's.
+    Python prepares the launch, so that the time is the kernels' and not the host's: for nearly a
+    millisecond on an H200, whose memory takes 0.23 ms to fill 1 GiB.
     """
 
-    CLEARS = 2
+    CLEARS = 4
 
     def __init__(self, device: torch.device) -> None:
         self.flushed_bytes = min(2**30, torch.cuda.get_device_properties(device).total_memory // 16)

@@ -282,13 +282,11 @@ def _table(
     return columns.T.contiguous()
 
 
-def heads_together(spec: AttentionSpec) -> int:
+def heads_together(spec: AttentionSpec, kept: int | None = None) -> int:
     """How many query heads to work on at once: those whose keys and values fit the L2 cache, where all
-    query tiles but the first few find them."""
+    query tiles but the first few find them. kept: bytes that stay there, ``schedule.KEPT_IN_L2``."""
     row_bytes = (spec.head_dim + spec.head_dim_v) * spec.dtype.itemsize
-    claimed = spec.ragged and spec.window != (None, None)
-    kept = schedule.KEPT_IN_L2_CLAIMED if claimed else schedule.KEPT_IN_L2
-    fitting = kept // (max(1, spec.max_seqlen_k) * row_bytes)
+    fitting = (kept or schedule.KEPT_IN_L2) // (max(1, spec.max_seqlen_k) * row_bytes)
     return min(max(1, fitting) * spec.group, spec.batch * spec.heads_q)
 
 

@@ -65,11 +65,12 @@ def plan_forward(spec: AttentionSpec) -> Plan:
     tile = schedule.hopper_tile(spec)
     tile_q = tile.consumers * ROWS
     tiles = spec.batch * spec.heads_q * triton.cdiv(spec.max_seqlen_q, tile_q)
+    claimed = spec.ragged and spec.window != (None, None)
     arguments = {
         "heads": spec.heads_q,
         "group": spec.group,
         "batch_heads": spec.batch * spec.heads_q,
-        "together": heads_together(spec),
+        "together": heads_together(spec, schedule.KEPT_IN_L2_CLAIMED if claimed else None),
         "left": spec.window_left,
         "right": spec.window_right,
         **score_factors(spec),

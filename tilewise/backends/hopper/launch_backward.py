@@ -39,7 +39,7 @@ def _filled(head_dim: int) -> int:
     return block * 3 // 4 if 128 < head_dim <= block * 3 // 4 else block
 
 
-def _heads_at_a_time(spec: AttentionSpec) -> int:
+def heads_at_a_time(spec: AttentionSpec) -> int:
     """Of how many key heads key tiles are computed at a time: those that fit the L2 cache, or so many
     that few programs wait for each other."""
     fit = max(1, heads_together(spec) // spec.group)
@@ -61,7 +61,7 @@ def plan_backward(spec: AttentionSpec, of_head: int, of_entry: int) -> Plan:
         "heads": spec.heads_kv,
         "group": spec.group,
         "batch_heads": heads,
-        "together": _heads_at_a_time(spec),
+        "together": heads_at_a_time(spec),
         "left": spec.window_left,
         "right": spec.window_right,
         **score_factors(spec),
