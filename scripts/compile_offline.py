@@ -44,6 +44,7 @@ from tilewise import dispatch, ops, schedule
 from tilewise.backends.hopper import backward as hopper_backward
 from tilewise.backends.hopper.launch import plan_forward
 from tilewise.backends.hopper.launch_backward import CONSUMERS, plan_backward
+from tilewise.backends.triton import clear
 from tilewise.backends.triton.launch import plan_launch
 from tilewise.spec import AttentionSpec, Inputs, make_spec
 
@@ -207,6 +208,8 @@ def launches(case: Case, kernel: dispatch.Kernel, arch: Arch) -> Iterator[Launch
     ):
         out = ops._empty_out(spec, x)
         lse, saved = ops._empty_statistics(spec, x)
+        if spec.ragged:
+            clear.clear(out, x.cu_seqlens_q, x.seqused_q, spec.max_seqlen_q)
         if case.forward:
             module.forward(spec, x, out, lse, saved)
         if case.backward and kernel.lack(spec, "backward", frozenset({"lse_grad"})) is None:

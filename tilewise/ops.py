@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from tilewise import dispatch
+from tilewise import dispatch, unused
 from tilewise.errors import UnsupportedError
 from tilewise.registration import register_autograd
 from tilewise.spec import AttentionSpec, Inputs, check_values, make_spec
@@ -109,9 +109,7 @@ def _replace_rows(x: Inputs) -> Inputs:
 
 
 def _empty_out(spec: AttentionSpec, x: Inputs) -> Tensor:
-    """Kernels write the rows of sequences; where others may exist, those must be 0 already."""
-    make = x.q.new_zeros if spec.ragged else x.q.new_empty
-    return make(*x.q.shape[:-1], spec.head_dim_v)
+    return x.q.new_empty(*x.q.shape[:-1], spec.head_dim_v)
 
 
 def _empty_statistics(spec: AttentionSpec, x: Inputs) -> tuple[Tensor, Tensor]:
@@ -126,6 +124,7 @@ def _empty_statistics(spec: AttentionSpec, x: Inputs) -> tuple[Tensor, Tensor]:
 def _run_forward(spec: AttentionSpec, x: Inputs, out: Tensor) -> tuple[Tensor, Tensor]:
     kernel = dispatch.choose(spec, "forward")
     lse, saved = _empty_statistics(spec, x)
+    unused.clear(spec, x, "q", out)
     kernel.load().forward(spec, x, out, lse, saved)
     return lse, saved
 
@@ -144,8 +143,6 @@ def _forward_out(out: Tensor, *args: Any) -> Tensor:
     check_out(spec, x, out)
     # Kernels store rows while others still read inputs.
     target = torch.empty_like(out) if any(_may_overlap(out, t) for t in x) else out
-    if spec.ragged:
-        target.zero_()
     lse, _ = _run_forward(spec, x, target)
     if target is not out:
         out.copy_(target)
@@ -197,10 +194,15 @@ class Gradients:
     __slots__ = ("bias", "k", "q", "sink", "v")
 
     def __init__(self, spec: AttentionSpec, x: Inputs) -> None:
-        make = torch.zeros if spec.ragged else torch.empty
-        self.q, self.k, self.v = (make(t.shape, dtype=t.dtype, device=t.device) for t in (x.q, x.k, x.v))
+        self.q, self.k, self.v = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in x[:3])
         self.bias = None if x.bias is None else x.bias.new_zeros(x.bias.shape)
         self.sink = None if x.sink is None else x.sink.new_zeros(x.sink.shape)
+
+    def clear_unused(self, spec: AttentionSpec, x: Inputs) -> None:
+        """What a kernel does not fill."""
+        unused.clear(spec, x, "q", self.q)
+        unused.clear(spec, x, "k", self.k)
+        unused.clear(spec, x, "k", self.v)
 
 
 def _backward(
@@ -210,6 +212,7 @@ def _backward(
     extra = frozenset() if dlse is None else frozenset({"lse_grad"})
     kernel = dispatch.choose(spec, "backward", extra)
     grads = Gradients(spec, x)
+    grads.clear_unused(spec, x)
     kernel.load().backward(spec, x, out, lse, saved, _rows(dout), dlse, grads)
     return _as_returned(grads)
 

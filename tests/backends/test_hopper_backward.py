@@ -66,9 +66,9 @@ def simulate(p: Problem, seeds: Iterable[int] = (0,), **options: Any) -> list[to
     dout = torch.zeros_like(t.dout) if p.loss == "lse" else t.dout
     for seed in seeds:
         grads = Gradients(t.spec, t.x)
-        if not t.spec.ragged:
-            for name in "qkv":
-                getattr(grads, name).fill_(torch.nan)
+        for name in "qkv":
+            getattr(grads, name).fill_(torch.nan)
+        grads.clear_unused(t.spec, t.x)
         with sim.intercept(seed=seed, **options) as reports, patch.object(module, "finish_dq", finish):
             module.backward(
                 t.spec, t.x._replace(**rows), out, lse, lse, _rows(dout),

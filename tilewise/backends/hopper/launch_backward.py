@@ -48,6 +48,15 @@ def heads_at_a_time(spec: AttentionSpec) -> int:
     return max(fit, triton.cdiv(schedule.multiprocessors(spec.device), schedule.following(spec)))
 
 
+def _may_hide_keys(spec: AttentionSpec) -> bool:
+    """Whether there may be keys before the first or after the last that any query of theirs sees."""
+    if spec.ragged:  # sequences of any lengths
+        left, right = spec.window
+        return left is not None or (right is not None and right < 0) or spec.max_seqlen_q == 0
+    low, high = mask.key_span(spec.max_seqlen_q, spec.max_seqlen_k, *spec.window)
+    return low > 0 or high < spec.max_seqlen_k or spec.max_seqlen_q == 0
+
+
 @lru_cache(maxsize=1024)
 def plan_backward(spec: AttentionSpec, of_head: int, of_entry: int) -> Plan:
     """Tile, number of programs and scalar arguments for a spec. of_head, of_entry: see ``Space``."""
@@ -102,9 +111,9 @@ def launch_backward(
 ) -> None:
     """Fill grads.k and grads.v, and add to rows.dq."""
     plan = plan_backward(spec, rows.space.of_head, rows.space.of_entry)
-    low, seen_k = mask.key_span(spec.max_seqlen_q, spec.max_seqlen_k, *spec.window)
+    _, seen_k = mask.key_span(spec.max_seqlen_q, spec.max_seqlen_k, *spec.window)
     _, seen_q = mask.key_span(spec.max_seqlen_k, spec.max_seqlen_q, *spec.window[::-1])
-    if not spec.ragged and (low > 0 or seen_k < spec.max_seqlen_k or spec.max_seqlen_q == 0):
+    if _may_hide_keys(spec):
         grads.k.zero_()  # the kernel writes nothing for keys that nobody sees
         grads.v.zero_()
     if plan.launch.programs == 0 or spec.max_seqlen_q == 0:
