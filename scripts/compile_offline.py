@@ -31,6 +31,7 @@ from unittest import mock
 os.environ.pop("TRITON_INTERPRET", None)
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
+import barriers
 import sass
 import torch
 import triton
@@ -334,7 +335,9 @@ def in_main_loops(launch: Launch, built: Any, log: str, known: int) -> tuple[str
     """Of a Gluon kernel: what is in it, in words, and what must not be there."""
     found = sass.read(disassemble(built.asm["cubin"]))
     consumers = launch.arguments.get("CONSUMERS", CONSUMERS)  # a backward's are not an argument
-    return str(found), "; ".join(sass.objections(found, log, consumers, known))
+    complaints = sass.objections(found, log, consumers, known)
+    complaints += [f"{name} is a barrier without a use" for name in barriers.idle(built.asm["ttgir"])]
+    return str(found), "; ".join(complaints)
 
 
 def check(task: tuple[str, str, str, str | None]) -> list[tuple[str, ...]]:

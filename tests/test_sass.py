@@ -8,6 +8,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+import barriers
 import pytest
 import sass
 
@@ -187,3 +188,36 @@ def test_too_much_shared_memory_and_a_missing_log_are_found():
     assert fits == "''"
     assert "needs 232449 bytes of shared memory, has 232448" in too_much
     assert "no register count" in no_log
+
+
+SPECIALIZED = """
+    %done = ttg.local_alloc : () -> !ttg.memdesc<1xi64, #shared2, #smem, mutable>
+    %full = ttg.local_alloc : () -> !ttg.memdesc<3x1xi64, #shared2, #smem, mutable>
+    %turns = ttg.local_alloc : () -> !ttg.memdesc<2x1xi64, #shared2, #smem, mutable>
+    %numbers = ttg.local_alloc : () -> !ttg.memdesc<13x1xi32, #shared2, #smem, mutable>
+    ttng.init_barrier %done, 3 : !ttg.memdesc<1xi64, #shared2, #smem, mutable>
+    %0 = ttg.memdesc_index %full[%c0_i32] : !ttg.memdesc<3x1xi64, #shared2, #smem, mutable>
+    ttng.init_barrier %0, 1 : !ttg.memdesc<1xi64, #shared2, #smem, mutable>
+    ttg.warp_specialize({given})
+    default {
+      ttng.wait_barrier {here}, %c0_i32 : !ttg.memdesc<1xi64, #shared2, #smem, mutable>
+    }
+    partition0(%arg0: !ttg.memdesc<1xi64, #shared2, #smem, mutable>) num_warps(4) {
+      %done = ttg.memdesc_index %arg0[%c0_i32] : !ttg.memdesc<1xi64, #shared2, #smem, mutable>
+    }
+"""
+
+
+@pytest.mark.parametrize(
+    ("given", "here", "idle"),
+    [
+        ("%full, %turns, %done", "%full", []),
+        ("%full, %turns", "%full", ["%done"]),
+        ("%full", "%turns", ["%done"]),
+        ("%full", "%full", ["%done", "%turns"]),
+    ],
+)
+def test_barriers_that_nothing_uses_are_found(given: str, here: str, idle: list[str]):
+    """Their state was written over outputs that had been given their memory."""
+    text = SPECIALIZED.replace("{given}", given).replace("{here}", here)
+    assert barriers.idle(text) == idle

@@ -51,9 +51,9 @@ from tilewise.backends.hopper.tile import (
     next_key_tile,
     softcap_slope,
 )
-from tilewise.gluon.compat import label
 from tilewise.gluon.queue import make_queue
 from tilewise.gluon.ring import make_ring
+from tilewise.gluon.turns import make_turns
 from tilewise.ops import Gradients
 from tilewise.spec import AttentionSpec, Inputs
 
@@ -205,17 +205,6 @@ def visit(
 
 
 @gluon.jit
-def make_turns():
-    """Barriers: consumer W's turn. The first is consumer 0's."""
-    turns = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
-    for w in gl.static_range(CONSUMERS):
-        mbarrier.init(turns.index(w), count=1)
-    mbarrier.arrive(turns.index(0), count=1)
-    label(turns, "turns")
-    return turns
-
-
-@gluon.jit
 def start_my_dq(W: gl.constexpr, step, shared):
     """Consumer W's part of the dQ tile of a step, under way: half of its columns, or of 128 queries."""
     TILE_Q: gl.constexpr = shared[0].buffer.shape[1]
@@ -337,7 +326,7 @@ def backward_kernel(
             [REGISTERS, 24, 24],
         )
     else:
-        turns = make_turns()
+        turns = make_turns(CONSUMERS)
         gl.warp_specialize(
             [
                 (consume, (0, results, queue, shared, problem, factors, turns, KV_IN_REGISTERS)),

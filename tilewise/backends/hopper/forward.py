@@ -53,6 +53,7 @@ from tilewise.gluon.compat import (
 from tilewise.gluon.queue import make_queue
 from tilewise.gluon.ragged import coordinates
 from tilewise.gluon.ring import make_ring
+from tilewise.gluon.turns import make_turns
 from tilewise.spec import AttentionSpec, Inputs
 
 INF = gl.constexpr(float("inf"))
@@ -180,6 +181,19 @@ def consume(W: gl.constexpr, shared, verdict, how: gl.constexpr, ANCHORED: gl.co
                 tma_store_wait_written()  # or the first attempt's output might arrive last
             attend(W, shared, start, how, False)
     tma_store_wait(0)
+
+
+@gluon.jit
+def make_verdict(CONSUMERS: gl.constexpr):
+    """Which rows of which consumer an anchor has lost, and a barrier: all consumers have told."""
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    ballot = gl.allocate_shared_memory(gl.int32, [4 * ROWS], plain)
+    done = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    ballot.store(gl.zeros([4 * ROWS], gl.int32, gl.BlockedLayout([2], [32], [4], [0])))
+    mbarrier.init(done, count=CONSUMERS)
+    label(ballot, "lost rows")
+    label(done, "done")
+    return ballot, done
 
 
 @gluon.jit
@@ -617,21 +631,16 @@ def forward_kernel(
     rows_d: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_D], DTYPE)
     keys_d: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE_K, BLOCK_D], DTYPE)
     keys_dv: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE_K, BLOCK_DV], DTYPE)
-    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     q_ring = make_ring("Q", DTYPE, [ROWS, BLOCK_D], rows_d, Q_STAGES * CONSUMERS, 1, PARTS)
     k_ring = make_ring("K", DTYPE, [TILE_K, BLOCK_D], keys_d, STAGES, CONSUMERS, PARTS)
     v_ring = make_ring("V", DTYPE, [TILE_K, BLOCK_DV], keys_dv, STAGES, CONSUMERS)
-    turns = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
-    done = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    ballot = gl.allocate_shared_memory(gl.int32, [4 * ROWS], plain)
-    for w in gl.static_range(CONSUMERS):
-        mbarrier.init(turns.index(w), count=1)
-    mbarrier.init(done, count=CONSUMERS)
-    ballot.store(gl.zeros([4 * ROWS], gl.int32, gl.BlockedLayout([2], [32], [4], [0])))
-    mbarrier.arrive(turns.index(0), count=1)  # the first turn is consumer 0's
-    label(turns, "turn")
-    label(done, "done")
-    label(ballot, "lost rows")
+    # No barrier without a use: its memory would be given to a buffer, and it written over that later.
+    turns = ()
+    if PING_PONG:
+        turns = make_turns(CONSUMERS)
+    verdict = ()
+    if ANCHORED:
+        verdict = make_verdict(CONSUMERS)
     o_strides = (o_batch, o_row, o_head)
     o_s = ()
     if o_desc is not None:
@@ -652,7 +661,6 @@ def forward_kernel(
         (left, right),
     )
     factors = (scale, softcap)
-    verdict = (ballot, done)
     shared = (results, rings, problem, factors, turns, queue)
     how: gl.constexpr = (CONSUMERS, Q_IN_REGISTERS, PING_PONG, RAGGED)
     if CONSUMERS == 2:
