@@ -45,8 +45,9 @@ FEATURES = {
 }
 
 _ALL = frozenset(FEATURES) - {"fp8"}
-_TRITON = _ALL - {"fp64", "bias", "alibi", "sink", "dropout"}
-_HOPPER = _TRITON - {"fp32"}
+_TRITON = _ALL - {"fp64"}
+_PLAIN = _TRITON - {"bias", "alibi", "sink", "dropout"}
+_HOPPER = _PLAIN - {"fp32"}
 
 
 @dataclass(frozen=True)
@@ -131,7 +132,7 @@ KERNELS: tuple[Kernel, ...] = (
     Kernel("hopper", "fa3", "tilewise.backends.hopper.fa3", _HOPPER, _HOPPER, _hopper),
     Kernel("triton", "fa2", "tilewise.backends.triton.fa2", _TRITON, _TRITON, _triton),
     Kernel("cpu", "fa1", "tilewise.backends.cpu.fa1", _ALL, _ALL, _cpu, _TEACHING),
-    Kernel("triton", "fa1", "tilewise.backends.triton.fa1", _TRITON, _TRITON, _triton, _TEACHING),
+    Kernel("triton", "fa1", "tilewise.backends.triton.fa1", _PLAIN, _PLAIN, _triton, _TEACHING),
 )
 
 _NOT_BUILT = {
@@ -186,12 +187,12 @@ def _not_asked(kernel: Kernel, spec: AttentionSpec) -> str | None:
 def saved_statistics(spec: AttentionSpec) -> int:
     """How many numbers per row a forward leaves for its backward besides the log-sum-exp.
 
-    FlashAttention-1 leaves m and l. Later ones leave, on a CPU, what rounding took from the
-    log-sum-exp: all of log l, where logits are huge.
+    FlashAttention-1 leaves m and l. Later ones leave what rounding took from the log-sum-exp, all of
+    log l where logits are huge: always on a CPU, where there is a bias on a GPU.
     """
     if spec.algorithm == "fa1":
         return 2
-    return 1 if spec.device.type == "cpu" else 0
+    return 1 if spec.device.type == "cpu" or spec.bias else 0
 
 
 def support_table() -> list[dict[str, str]]:

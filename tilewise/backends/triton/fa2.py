@@ -3,7 +3,8 @@
 Forward: one program per query tile; the output accumulates unnormalised, is divided once at the end,
 and one log-sum-exp per row is kept. Backward: one program per key tile walks the queries that see it,
 over all query heads of its group, so dK and dV stay in registers; dQ is added atomically in fp32. The
-deterministic backward leaves dQ to a kernel of its own that is parallel over queries.
+deterministic backward leaves dQ to a kernel of its own that is parallel over queries. The gradient of a
+bias is another kernel's, parallel over the bias: whatever it is broadcast over is summed in one order.
 """
 
 from __future__ import annotations
@@ -13,8 +14,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tilewise.backends.triton.bias_gradient import fill_bias_gradient
 from tilewise.backends.triton.delta import row_delta
 from tilewise.backends.triton.launch import launch
+from tilewise.backends.triton.scores import load_lse, score_gradients
+from tilewise.backends.triton.terms import (
+    added,
+    kept,
+    log_sum_exp,
+    powers,
+    sink_gradient,
+    sink_logit,
+    terms_of,
+    weights,
+)
 from tilewise.backends.triton.tile import (
     dot,
     finite,
@@ -37,7 +50,6 @@ from tilewise.ops import Gradients
 from tilewise.spec import AttentionSpec, Inputs
 
 INF = tl.constexpr(float("inf"))
-LN2 = tl.constexpr(0.6931471805599453)
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
@@ -48,8 +60,10 @@ def forward_kernel(
     v_ptr,
     out_ptr,
     lse_ptr,
-    strides,  # of q, k, v, out, lse: (batch, row, head) each
+    rest_ptr,  # see ``terms.log_sum_exp``, or None
+    strides,  # of q, k, v, out, lse, rest: (batch, row, head) each
     lengths,  # cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, seqlen_q, seqlen_k
+    terms,
     heads,
     group,
     left,
@@ -64,7 +78,8 @@ def forward_kernel(
     TILE_K: tl.constexpr,
     IEEE: tl.constexpr,
 ):
-    q_strides, k_strides, v_strides, out_strides, lse_strides = strides
+    q_strides, k_strides, v_strides, out_strides, lse_strides, rest_strides = strides
+    NATURAL: tl.constexpr = terms[0] is not None or terms[2] is not None
     cu_q, cu_k, used_q, used_k, max_q, max_k = lengths
     tiles = tl.cdiv(max_q, TILE_Q)
     b = tl.program_id(0) // tiles // heads
@@ -82,8 +97,9 @@ def forward_kernel(
     q = load_tile(q_base, q_strides[1], q_start, 0, seqlen_q, TILE_Q, BLOCK_D, D, True)
     i = q_start + tl.arange(0, TILE_Q)
 
-    top = tl.full([TILE_Q], -INF, tl.float32)
-    total = tl.zeros([TILE_Q], tl.float32)
+    sink = sink_logit(head, terms, NATURAL)
+    top = tl.zeros([TILE_Q], tl.float32) + sink
+    total = tl.zeros([TILE_Q], tl.float32) + tl.where(sink == -INF, 0.0, 1.0)
     acc = tl.zeros([TILE_Q, BLOCK_DV], tl.float32)
     low, high = key_span(seqlen_q, seqlen_k, left, right)
     bounds = key_tile_runs(q_start, q_start + TILE_Q, seqlen_q, seqlen_k, left, right, TILE_K, IEEE)
@@ -94,25 +110,34 @@ def forward_kernel(
                 k = load_tile(k_base, k_strides[1], k_start, low, high, TILE_K, BLOCK_D, D, run != 1)
                 v = load_tile(v_base, v_strides[1], k_start, low, high, TILE_K, BLOCK_DV, DV, run != 1)
                 s, factor = logits(dot(q, tl.trans(k), None, IEEE), scale, softcap)
+                j = k_start + tl.arange(0, TILE_K)
+                if NATURAL:
+                    s = added(s * factor, i[:, None], j[None, :], b, head, seqlen_q, seqlen_k, terms)
+                    factor = 1.0
                 if run != 1:
-                    j = k_start + tl.arange(0, TILE_K)
                     seen = visible(i[:, None], j[None, :], seqlen_q, seqlen_k, left, right)
                     s = tl.where(seen, s, -INF)
                 new_top = tl.maximum(top, tl.max(s, 1) * factor)
-                origin = finite(new_top) if run != 1 else new_top
-                p = tl.exp2(s * factor - origin[:, None])
-                shrink = tl.exp2(top - origin)
+                origin = finite(new_top) if run != 1 or NATURAL else new_top
+                p = powers(s * factor, origin[:, None], NATURAL)
+                shrink = powers(top, origin, NATURAL)
                 top = new_top
                 total = total * shrink + tl.sum(p, 1)
+                if terms[5] is not None:
+                    p = tl.where(kept(q_start, k_start, b, head, terms, TILE_Q, TILE_K), p, 0.0)
                 acc = dot(p.to(v.dtype), v, acc * shrink[:, None], IEEE)
 
-    dead = total == 0  # rows that saw no key
-    total = tl.where(dead, 1.0, total)
-    lse = tl.where(dead, -INF, (top + tl.log2(total)) * LN2)
+    lse, rest = log_sum_exp(top, total, NATURAL)
+    total = tl.where(total == 0, 1.0, total)  # rows that saw no key
+    if terms[5] is not None:
+        acc *= terms[7]
     out_base = matrix(out_ptr, out_strides, b, start_q, head)
     lse_base = matrix(lse_ptr, lse_strides, b, start_q, head)
     store_tile(out_base, out_strides[1], q_start, seqlen_q, acc / total[:, None], TILE_Q, BLOCK_DV, DV)
     tl.store(lse_base + i, lse, mask=i < seqlen_q)
+    if rest_ptr is not None:
+        rest_base = matrix(rest_ptr, rest_strides, b, start_q, head)
+        tl.store(rest_base + i, rest, mask=i < seqlen_q)
 
 
 @triton.jit
@@ -123,11 +148,13 @@ def backward_kernel(
     dout_ptr,
     lse_ptr,
     delta_ptr,
+    rest_ptr,
     dq_ptr,  # fp32 accumulator, zeroed; None if dQ is computed elsewhere
     dk_ptr,
     dv_ptr,
-    strides,  # of q, k, v, dout, lse, delta, dq, dk, dv
+    strides,  # of q, k, v, dout, lse, delta, rest, dq, dk, dv
     lengths,
+    terms,
     heads,
     group,
     left,
@@ -145,8 +172,9 @@ def backward_kernel(
 ):
     """dK and dV of one key tile, and its share of dQ. Scores are held transposed (keys, queries), so
     that P^T and dS^T are left operands, which the tensor cores can take from registers."""
-    q_strides, k_strides, v_strides, dout_strides, lse_strides, delta_strides = strides[:6]
-    dq_strides, dk_strides, dv_strides = strides[6:]
+    q_strides, k_strides, v_strides, dout_strides, lse_strides, delta_strides, rest_strides = strides[:7]
+    dq_strides, dk_strides, dv_strides = strides[7:]
+    NATURAL: tl.constexpr = terms[0] is not None or terms[2] is not None
     cu_q, cu_k, used_q, used_k, max_q, max_k = lengths
     tiles = tl.cdiv(max_k, TILE_K)
     kv_heads = heads // group
@@ -181,23 +209,34 @@ def backward_kernel(
                 for tile in range(bounds[run], bounds[run + 1]):
                     q_start = tile * TILE_Q
                     q = load_tile(q_base, q_strides[1], q_start, low, high, TILE_Q, BLOCK_D, D, run != 1)
-                    # lse of a row that sees nothing is never read: it is outside [low, high).
-                    lse = load_rows(lse_base, q_start, low, high, INF, TILE_Q, run != 1) * LOG2E
+                    i = q_start + tl.arange(0, TILE_Q)
+                    lse, rest = load_lse(
+                        lse_base, rest_ptr, rest_strides, b, start_q, head, q_start, low, high,
+                        TILE_Q, run != 1, NATURAL,
+                    )  # fmt: skip
                     s, factor = logits(dot(k, tl.trans(q), None, IEEE), scale, softcap)
-                    p = tl.exp2(s * factor - lse[None, :])
+                    capped = s
+                    if NATURAL:
+                        s = added(s * factor, i[None, :], j[:, None], b, head, seqlen_q, seqlen_k, terms)
+                        factor = 1.0
+                    p = weights(s, factor, lse[None, :], rest[None, :], NATURAL)
                     if run != 1:
-                        i = q_start + tl.arange(0, TILE_Q)
                         seen = visible(i[None, :], j[:, None], seqlen_q, seqlen_k, left, right)
                         p = tl.where(seen, p, 0.0)
                     dout = load_tile(
                         dout_base, dout_strides[1], q_start, low, high, TILE_Q, BLOCK_DV, DV, run != 1
                     )
-                    dv = dot(p.to(dout.dtype), dout, dv, IEEE)
                     dp = dot(v, tl.trans(dout), None, IEEE)
+                    kept_p = p
+                    if terms[5] is not None:
+                        keep = tl.trans(kept(q_start, k_start, b, head, terms, TILE_Q, TILE_K))
+                        kept_p = tl.where(keep, p, 0.0)
+                        dp = tl.where(keep, dp * terms[7], 0.0)
+                    dv = dot(kept_p.to(dout.dtype), dout, dv, IEEE)
                     delta = load_rows(delta_base, q_start, low, high, 0.0, TILE_Q, run != 1)
                     ds = p * (dp - delta[None, :])
                     if softcap is not None:
-                        ds *= softcap_slope(s, softcap)
+                        ds *= softcap_slope(capped, softcap)
                     ds = ds.to(q.dtype)
                     dk = dot(ds, q, dk, IEEE)
                     if dq_ptr is not None:
@@ -209,6 +248,8 @@ def backward_kernel(
 
     dk_base = matrix(dk_ptr, dk_strides, b, start_k, kv_head)
     dv_base = matrix(dv_ptr, dv_strides, b, start_k, kv_head)
+    if terms[5] is not None:
+        dv *= terms[7]
     store_tile(dk_base, dk_strides[1], k_start, seqlen_k, dk * gradient_scale, TILE_K, BLOCK_D, D)
     store_tile(dv_base, dv_strides[1], k_start, seqlen_k, dv, TILE_K, BLOCK_DV, DV)
 
@@ -221,9 +262,11 @@ def dq_kernel(
     dout_ptr,
     lse_ptr,
     delta_ptr,
+    rest_ptr,
     dq_ptr,
-    strides,  # of q, k, v, dout, lse, delta, dq
+    strides,  # of q, k, v, dout, lse, delta, rest, dq
     lengths,
+    terms,
     heads,
     group,
     left,
@@ -240,7 +283,9 @@ def dq_kernel(
     IEEE: tl.constexpr,
 ):
     """dQ of one query tile, in an order that is always the same."""
-    q_strides, k_strides, v_strides, dout_strides, lse_strides, delta_strides, dq_strides = strides
+    q_strides, k_strides, v_strides, dout_strides, lse_strides, delta_strides = strides[:6]
+    rest_strides, dq_strides = strides[6:]
+    NATURAL: tl.constexpr = terms[0] is not None or terms[2] is not None
     cu_q, cu_k, used_q, used_k, max_q, max_k = lengths
     tiles = tl.cdiv(max_q, TILE_Q)
     b = tl.program_id(0) // tiles // heads
@@ -260,9 +305,10 @@ def dq_kernel(
     q_low, q_high = key_span(seqlen_k, seqlen_q, right, left)
     q = load_tile(q_base, q_strides[1], q_start, q_low, q_high, TILE_Q, BLOCK_D, D, True)
     dout = load_tile(dout_base, dout_strides[1], q_start, q_low, q_high, TILE_Q, BLOCK_DV, DV, True)
-    lse = load_rows(lse_base, q_start, q_low, q_high, INF, TILE_Q, True) * LOG2E
+    lse, rest = load_lse(
+        lse_base, rest_ptr, rest_strides, b, start_q, head, q_start, q_low, q_high, TILE_Q, True, NATURAL
+    )
     delta = load_rows(delta_base, q_start, q_low, q_high, 0.0, TILE_Q, True)
-    i = q_start + tl.arange(0, TILE_Q)
 
     dq = tl.zeros([TILE_Q, BLOCK_D], tl.float32)
     low, high = key_span(seqlen_q, seqlen_k, left, right)
@@ -273,16 +319,11 @@ def dq_kernel(
                 k_start = tile * TILE_K
                 k = load_tile(k_base, k_strides[1], k_start, low, high, TILE_K, BLOCK_D, D, run != 1)
                 v = load_tile(v_base, v_strides[1], k_start, low, high, TILE_K, BLOCK_DV, DV, run != 1)
-                s, factor = logits(dot(q, tl.trans(k), None, IEEE), scale, softcap)
-                p = tl.exp2(s * factor - lse[:, None])
-                if run != 1:
-                    j = k_start + tl.arange(0, TILE_K)
-                    seen = visible(i[:, None], j[None, :], seqlen_q, seqlen_k, left, right)
-                    p = tl.where(seen, p, 0.0)
-                dp = dot(dout, tl.trans(v), None, IEEE)
-                ds = p * (dp - delta[:, None])
-                if softcap is not None:
-                    ds *= softcap_slope(s, softcap)
+                operands = (q, dout, lse, rest, delta, k, v)
+                _, ds = score_gradients(
+                    operands, q_start, k_start, b, head, (seqlen_q, seqlen_k), terms, left, right,
+                    scale, softcap, TILE_Q, TILE_K, IEEE, run != 1,
+                )  # fmt: skip
                 dq = dot(ds.to(k.dtype), k, dq, IEEE)
 
     dq_base = matrix(dq_ptr, dq_strides, b, start_q, head)
@@ -290,8 +331,17 @@ def dq_kernel(
 
 
 def forward(spec: AttentionSpec, x: Inputs, out: Tensor, lse: Tensor, saved: Tensor) -> None:
-    """Fill out and lse. See ``tilewise.dispatch.Kernel``."""
-    launch(forward_kernel, "fa2_forward", spec, x, over="queries", operands=(x.q, x.k, x.v, out, lse))
+    """Fill out and lse, and saved where there is a bias. See ``tilewise.dispatch.Kernel``."""
+    operands = (x.q, x.k, x.v, out, lse, _rest(spec, saved))
+    launch(
+        forward_kernel,
+        "fa2_forward",
+        spec,
+        x,
+        over="queries",
+        operands=operands,
+        terms=terms_of(spec, x),
+    )
 
 
 def backward(
@@ -304,14 +354,23 @@ def backward(
     dlse: Tensor | None,
     grads: Gradients,
 ) -> None:
-    """Fill grads.q, grads.k and grads.v. See ``tilewise.dispatch.Kernel``."""
+    """Fill grads. See ``tilewise.dispatch.Kernel``."""
     delta = row_delta(spec, x, out, dout, dlse, lse)
-    read = (x.q, x.k, x.v, dout, lse, delta)
+    rest = _rest(spec, saved)
+    read = (x.q, x.k, x.v, dout, lse, delta, rest)
     dq = None if spec.deterministic else torch.zeros_like(x.q, dtype=torch.float32)
     written = (dq, grads.k, grads.v)
-    scale = {"gradient_scale": spec.scale}
-    launch(backward_kernel, "fa2_backward", spec, x, over="keys", operands=(*read, *written), **scale)
+    extra = {"terms": terms_of(spec, x), "gradient_scale": spec.scale}
+    launch(backward_kernel, "fa2_backward", spec, x, over="keys", operands=(*read, *written), **extra)
     if dq is None:
-        launch(dq_kernel, "fa2_dq", spec, x, over="queries", operands=(*read, grads.q), **scale)
+        launch(dq_kernel, "fa2_dq", spec, x, over="queries", operands=(*read, grads.q), **extra)
     else:
         torch.mul(dq, spec.scale, out=grads.q)
+    if grads.bias is not None:
+        fill_bias_gradient(spec, x, read, grads.bias)
+    if grads.sink is not None and x.sink is not None:
+        grads.sink.copy_(sink_gradient(x.sink, lse, delta, rest))
+
+
+def _rest(spec: AttentionSpec, saved: Tensor) -> Tensor | None:
+    return saved[0] if spec.bias else None

@@ -40,7 +40,7 @@ def launch(
     name: the kernel's row in ``schedule.py``.
     operands: the tensors of the kernel, in its order; their strides go along.
     """
-    _run(kernel, plan_launch(name, spec, over), spec, x, operands, extra)
+    launch_planned(kernel, plan_launch(name, spec, over), spec, x, operands, extra)
 
 
 @lru_cache(maxsize=1024)
@@ -76,7 +76,7 @@ def launch_rows(
     kernel: Any, spec: AttentionSpec, x: Inputs, *, operands: tuple[Tensor | None, ...]
 ) -> None:
     """Launch a kernel that makes one pass over the output's rows, a program per tile and query head."""
-    _run(kernel, plan_rows(spec), spec, x, operands, {})
+    launch_planned(kernel, plan_rows(spec), spec, x, operands, {})
 
 
 @lru_cache(maxsize=1024)
@@ -92,7 +92,7 @@ def plan_rows(spec: AttentionSpec) -> Plan:
     return Plan(spec.batch * spec.heads_q * triton.cdiv(spec.max_seqlen_q, tile), arguments)
 
 
-def _run(
+def launch_planned(
     kernel: Any,
     plan: Plan,
     spec: AttentionSpec,
@@ -100,6 +100,7 @@ def _run(
     operands: tuple[Tensor | None, ...],
     extra: dict[str, Any],
 ) -> None:
+    """Launch a kernel as planned, with arguments that are not planned beside those that are."""
     if plan.programs == 0:
         return
     with on_device(spec.device):
@@ -127,11 +128,11 @@ def strides(spec: AttentionSpec, t: Tensor | None) -> Strides:
 
 
 def score_factors(spec: AttentionSpec) -> dict[str, float | None]:
-    """scale and softcap as ``tile.logits`` wants them, in units of log2(e)."""
-    log2e = math.log2(math.e)
+    """scale and softcap as ``tile.logits`` wants them, in units of log2(e) unless something is added."""
+    unit = 1.0 if spec.bias or spec.alibi else math.log2(math.e)
     if spec.softcap is None:
-        return {"scale": spec.scale * log2e, "softcap": None}
-    return {"scale": spec.scale / spec.softcap, "softcap": spec.softcap * log2e}
+        return {"scale": spec.scale * unit, "softcap": None}
+    return {"scale": spec.scale / spec.softcap, "softcap": spec.softcap * unit}
 
 
 def on_device(device: torch.device) -> AbstractContextManager[Any]:
