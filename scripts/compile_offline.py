@@ -79,11 +79,13 @@ class Case:
     seqlen_q: int = 2048
     seqlen_k: int = 2048
     options: tuple[tuple[str, Any], ...] = ()
+    tensors: tuple[str, ...] = ()  # bias, alibi_slopes, sink, dropout_key
     # No: it is the same as another case's.
     forward: bool = True
     backward: bool = True
 
 
+_DROPOUT = ("dropout_key",), (("dropout_p", 0.1),)
 CASES = {
     "d64": Case(dims=(64, 64)),
     "d128": Case(),
@@ -96,6 +98,13 @@ CASES = {
     ),
     "d24-one-query-deterministic": Case(
         dims=(24, 24), seqlen_q=1, options=(("causal", True), ("deterministic", True))
+    ),
+    "d128-bias-sink": Case(tensors=("bias", "sink"), options=(("causal", True),)),
+    "d64-alibi-dropout-softcap": Case(
+        dims=(64, 64), tensors=("alibi_slopes", *_DROPOUT[0]), options=(("softcap", 30.0), *_DROPOUT[1])
+    ),
+    "d256-bias-dropout-deterministic": Case(
+        dims=(256, 256), tensors=("bias", *_DROPOUT[0]), options=(("deterministic", True), *_DROPOUT[1])
     ),
     "d64-fp32-causal": Case(torch.float32, dims=(64, 64), options=(("causal", True),)),
     "d256-fp32-deterministic": Case(torch.float32, dims=(256, 256), options=(("deterministic", True),)),
@@ -178,7 +187,13 @@ KNOWN_SPILLS = {
     "d64-varlen-gqa-backward": 21,
 }
 # Families other than Hopper take the same paths: they compile the cases that differ in tile.
-FEWER = ("d128", "d256", "d192-128-varlen-window-softcap", "d256-fp32-deterministic")
+FEWER = (
+    "d128",
+    "d256",
+    "d192-128-varlen-window-softcap",
+    "d256-fp32-deterministic",
+    "d256-bias-dropout-deterministic",
+)
 
 
 @dataclass(frozen=True)
@@ -211,7 +226,7 @@ def launches(case: Case, kernel: dispatch.Kernel, arch: Arch) -> Iterator[Launch
         lse, saved = ops._empty_statistics(spec, x)
         if spec.ragged:
             clear.clear(out, x.cu_seqlens_q, x.seqused_q, spec.max_seqlen_q)
-        if case.forward:
+        if kernel.lack(spec, "forward", frozenset()) is None and case.forward:
             module.forward(spec, x, out, lse, saved)
         if case.backward and kernel.lack(spec, "backward", frozenset({"lse_grad"})) is None:
             grads = ops.Gradients(spec, x)
@@ -233,6 +248,15 @@ def _problem(case: Case, algorithm: str) -> tuple[AttentionSpec, Inputs]:
         used = torch.empty(2, dtype=torch.int32, device="meta")
         x = x._replace(cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, seqused_q=used, seqused_k=used)
         longest = {"max_seqlen_q": 2048, "max_seqlen_k": 2048}
+    made = {
+        "bias": lambda: torch.empty(
+            1, hq, case.seqlen_q, case.seqlen_k, dtype=case.dtype, device="meta"
+        ),
+        "alibi_slopes": lambda: torch.empty(hq, device="meta"),
+        "sink": lambda: torch.empty(hq, device="meta"),
+        "dropout_key": lambda: torch.empty(1, dtype=torch.int64, device="meta"),
+    }
+    x = x._replace(**{name: made[name]() for name in case.tensors})
     options: dict[str, Any] = dict(case.options)
     return make_spec(x, algorithm=algorithm, **longest, **options), x
 

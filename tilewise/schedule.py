@@ -92,15 +92,31 @@ _FP32: dict[tuple[str, int], Tile] = {
     ("fa2_dq", 128): Tile(32, 16, 8, 1),
     ("fa2_dq", 256): Tile(16, 16, 4, 1),
 }
+# With a bias, ALiBi or dropout, for families with the larger tiles: a score has more to it, and a tile of
+# a bias is loaded like those of K and V. Compiled, not measured.
+_WITH_TERMS: dict[tuple[str, int], Tile] = {
+    ("fa2_forward", 64): Tile(128, 64, 8, 2),
+    ("fa2_forward", 128): Tile(128, 64, 8, 2),
+    ("fa2_forward", 256): Tile(64, 32, 8, 2),
+    ("fa2_backward", 64): Tile(64, 64, 8, 2),
+    ("fa2_backward", 128): Tile(64, 64, 8, 1),
+    ("fa2_backward", 256): Tile(32, 64, 8, 1),
+    ("fa2_dq", 64): Tile(64, 64, 8, 2),
+    ("fa2_dq", 128): Tile(64, 64, 8, 1),
+    ("fa2_dq", 256): Tile(64, 32, 8, 1),
+}
 # Triton's interpreter: many tiles in a small problem, which is what it is used to test.
 _INTERPRETER = Tile(32, 16, 1, 1)
 
 
-def triton_tile(kernel: str, device: torch.device, head_dim: int, itemsize: int) -> Tile:
-    """The tile of a Triton kernel; head_dim is the larger of both, itemsize in bytes."""
-    if device.type == "cpu":
+def triton_tile(kernel: str, spec: AttentionSpec, head_dim: int) -> Tile:
+    """The tile of a Triton kernel; head_dim is the larger of both, as the kernel pads it."""
+    if spec.device.type == "cpu":
         return _INTERPRETER
-    table = _FP32 if itemsize > 2 else _FAMILIES[_family(device)]
+    family = _family(spec.device)
+    table = _FP32 if spec.dtype.itemsize > 2 else _FAMILIES[family]
+    if (spec.bias or spec.alibi or spec.dropout_p > 0) and table is not _FP32 and family != "other":
+        table = table | _WITH_TERMS
     return next(table[kernel, dim] for dim in (64, 128, 256) if head_dim <= dim)
 
 

@@ -11,6 +11,7 @@ import torch
 from tilewise import attention, schedule
 from tilewise.perf import memory
 from tilewise.perf.memory import SelfAttention
+from tilewise.spec import Inputs, make_spec
 
 
 @dataclass
@@ -62,9 +63,9 @@ def of_kernels(account: memory.Account) -> tuple[int, int, int]:
 def test_formula_is_what_the_kernel_moves(counter, algorithm, seqlen, causal, dtype):
     """Head dim 24 in tiles 32 wide, lengths no multiple of the tile: padding must not be counted."""
     p = SelfAttention(seqlen, head_dim=24, heads=2, batch=1, causal=causal, itemsize=dtype.itemsize)
-    tile = schedule.triton_tile(f"{algorithm}_forward", torch.device("cpu"), 32, dtype.itemsize)
-    expected = getattr(memory, algorithm)(p, tile.q, tile.k)
     q, k, v = (torch.ones(1, seqlen, 2, 24, dtype=dtype, requires_grad=True) for _ in range(3))
+    tile = schedule.triton_tile(f"{algorithm}_forward", make_spec(Inputs(q, k, v)), 32)
+    expected = getattr(memory, algorithm)(p, tile.q, tile.k)
 
     out = attention(q, k, v, causal=causal, algorithm=algorithm, backend="triton")
     assert (counter.read, counter.written, counter.added) == of_kernels(expected["forward"])

@@ -76,7 +76,7 @@ def bias_gradient_kernel(
         head = bias_head + n % sharing
         start_q, seqlen_q = sequence_rows(b, cu_q, used_q, max_q)
         start_k, seqlen_k = sequence_rows(b, cu_k, used_k, max_k)
-        first, _, _, stop = key_tile_runs(
+        first, _full_first, _full_stop, stop = key_tile_runs(
             q_start, q_start + TILE_Q, seqlen_q, seqlen_k, left, right, TILE_K, True
         )
         if (q_start < seqlen_q) & (k_tile >= first) & (k_tile < stop):
@@ -100,7 +100,7 @@ def bias_gradient_kernel(
             )  # fmt: skip
             delta = load_rows(delta_base, q_start, q_low, q_high, 0.0, TILE_Q, True)
             operands = (q, dout, lse, rest, delta, k, v)
-            ds, _ = score_gradients(
+            ds, _capped = score_gradients(
                 operands, q_start, k_start, b, head, (seqlen_q, seqlen_k), terms, left, right,
                 scale, softcap, TILE_Q, TILE_K, IEEE, True,
             )  # fmt: skip

@@ -47,7 +47,7 @@ def launch(
 def plan_launch(name: str, spec: AttentionSpec, over: Over) -> Plan:
     """Tile, number of programs and scalar arguments of a kernel for a spec."""
     block_d, block_dv = (max(16, triton.next_power_of_2(d)) for d in (spec.head_dim, spec.head_dim_v))
-    tile = schedule.triton_tile(name, spec.device, max(block_d, block_dv), spec.dtype.itemsize)
+    tile = schedule.triton_tile(name, spec, max(block_d, block_dv))
     programs = {
         "queries": spec.batch * spec.heads_q * triton.cdiv(spec.max_seqlen_q, tile.q),
         "keys": spec.batch * spec.heads_kv * triton.cdiv(spec.max_seqlen_k, tile.k),
