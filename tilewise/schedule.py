@@ -92,8 +92,8 @@ _FP32: dict[tuple[str, int], Tile] = {
     ("fa2_dq", 128): Tile(32, 16, 8, 1),
     ("fa2_dq", 256): Tile(16, 16, 4, 1),
 }
-# With a bias, ALiBi or dropout, for families with the larger tiles: a score has more to it, and a tile of
-# a bias is loaded like those of K and V. Compiled, not measured.
+# With a bias, ALiBi or dropout, for families with the larger tiles: a score has more to it, and a tile
+# of a bias is loaded like those of K and V. Compiled, not measured.
 _WITH_TERMS: dict[tuple[str, int], Tile] = {
     ("fa2_forward", 64): Tile(128, 64, 8, 2),
     ("fa2_forward", 128): Tile(128, 64, 8, 2),
