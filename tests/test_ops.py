@@ -87,16 +87,17 @@ def test_opcheck_forward_out(name: str, algorithm: str):
     torch.library.opcheck(operator("forward_out"), (out, *args))
 
 
-@pytest.mark.parametrize("with_dlse", [False, True])
+@pytest.mark.parametrize("all_there_are", [False, True])
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("name", PROBLEMS)
-def test_opcheck_backward(name: str, algorithm: str, with_dlse: bool):
+def test_opcheck_backward(name: str, algorithm: str, all_there_are: bool):
+    """With or without a gradient of the log-sum-exp, and those of bias and sink."""
     args, t = arguments(PROBLEMS[name], algorithm, grad=False)
     out, lse, saved = torch.ops.tilewise.forward(*args)
     dout = t.dout.contiguous()
     torch.library.opcheck(
         operator("backward"),
-        (dout, t.dlse if with_dlse else None, out, lse, saved, *args),
+        (dout, t.dlse if all_there_are else None, out, lse, saved, *[all_there_are] * 2, *args),
     )
 
 

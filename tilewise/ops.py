@@ -34,14 +34,15 @@ _TENSOR_COUNT = len(Inputs._fields)
 
 # The overload's name, which is part of every compiled graph. A new one when the number, the shapes or
 # the meaning of results change: then no cache gives out what was compiled for the old ones.
-_CONTRACT = "v1"
+_CONTRACT = "v2"
 
 _library = torch.library.Library("tilewise", "DEF")
 _library.define(f"forward.{_CONTRACT}({_TENSORS}, {_OPTIONS}) -> (Tensor, Tensor, Tensor)")
 _library.define(f"forward_out.{_CONTRACT}(Tensor(a!) out, {_TENSORS}, {_OPTIONS}) -> Tensor")
 _library.define(
-    f"backward.{_CONTRACT}(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, Tensor saved, {_TENSORS}, "
-    f"{_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+    f"backward.{_CONTRACT}(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, Tensor saved, "
+    f"bool bias_grad, bool sink_grad, {_TENSORS}, {_OPTIONS}) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 
 
@@ -104,8 +105,14 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _replace_rows(x: Inputs) -> Inputs:
+    """Kernels read slopes and sinks as they would lie in memory if nobody had cut or expanded them."""
     q, k, v = _rows(x.q), _rows(x.k), _rows(x.v)
-    return x if q is x.q and k is x.k and v is x.v else x._replace(q=q, k=k, v=v)
+    if q is not x.q or k is not x.k or v is not x.v:
+        x = x._replace(q=q, k=k, v=v)
+    if x.alibi_slopes is not None or x.sink is not None:
+        slopes, sink = (None if t is None else t.contiguous() for t in (x.alibi_slopes, x.sink))
+        x = x._replace(alibi_slopes=slopes, sink=sink)
+    return x
 
 
 def _empty_out(spec: AttentionSpec, x: Inputs) -> Tensor:
@@ -189,14 +196,15 @@ def check_out(spec: AttentionSpec, x: Inputs, out: Tensor) -> None:
 
 
 class Gradients:
-    """What a backward kernel fills: gradients in the inputs' dtypes, ``None`` where not asked for."""
+    """What a backward kernel fills: gradients in the inputs' dtypes, ``None`` where not asked for. That
+    of a bias may be as large as all scores, and that of a mask nobody asks for."""
 
     __slots__ = ("bias", "k", "q", "sink", "v")
 
-    def __init__(self, spec: AttentionSpec, x: Inputs) -> None:
+    def __init__(self, spec: AttentionSpec, x: Inputs, bias: bool = True, sink: bool = True) -> None:
         self.q, self.k, self.v = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in x[:3])
-        self.bias = None if x.bias is None else x.bias.new_zeros(x.bias.shape)
-        self.sink = None if x.sink is None else x.sink.new_zeros(x.sink.shape)
+        self.bias = x.bias.new_zeros(x.bias.shape) if bias and x.bias is not None else None
+        self.sink = x.sink.new_zeros(x.sink.shape) if sink and x.sink is not None else None
 
     def clear_unused(self, spec: AttentionSpec, x: Inputs) -> None:
         """What a kernel does not fill."""
@@ -206,12 +214,19 @@ class Gradients:
 
 
 def _backward(
-    dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, saved: Tensor, *args: Any
+    dout: Tensor,
+    dlse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    saved: Tensor,
+    bias_grad: bool,
+    sink_grad: bool,
+    *args: Any,
 ) -> tuple[Tensor, ...]:
     spec, x = _prepare(args)
     extra = frozenset() if dlse is None else frozenset({"lse_grad"})
     kernel = dispatch.choose(spec, "backward", extra)
-    grads = Gradients(spec, x)
+    grads = Gradients(spec, x, bias_grad, sink_grad)
     grads.clear_unused(spec, x)
     kernel.load().backward(spec, x, out, lse, saved, _rows(dout), dlse, grads)
     return _as_returned(grads)
@@ -235,9 +250,16 @@ def _fake_forward_out(out: Tensor, *args: Any) -> Tensor:
 
 
 def _fake_backward(
-    dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, saved: Tensor, *args: Any
+    dout: Tensor,
+    dlse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    saved: Tensor,
+    bias_grad: bool,
+    sink_grad: bool,
+    *args: Any,
 ) -> tuple[Tensor, ...]:
-    return _as_returned(Gradients(*_prepare_fake(args)))
+    return _as_returned(Gradients(*_prepare_fake(args), bias_grad, sink_grad))
 
 
 def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -250,13 +272,17 @@ def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...])
 def gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Tensor | None) -> tuple[Any, ...]:
     refuse_tangents(dout, dlse)
     out, lse, saved, *tensors = ctx.saved_tensors
+    inputs = _TENSOR_COUNT + len(OPTION_NAMES)
+    wanted = ctx.needs_input_grad[
+        -inputs:
+    ]  # one for the dispatch keys may come before: ``registration``
+    bias_grad, sink_grad = (tensors[n] is not None and wanted[n] for n in (3, 5))
     if dout is None:
         dout = out.new_zeros(()).expand(out.shape)
-    dq, dk, dv, dbias, dsink = call("backward", dout, dlse, out, lse, saved, *tensors, *ctx.options)
-    bias, sink = tensors[3], tensors[5]
-    found = {0: dq, 1: dk, 2: dv, 3: None if bias is None else dbias}
-    found[5] = None if sink is None else dsink
-    return tuple(found.get(i) for i in range(_TENSOR_COUNT + len(OPTION_NAMES)))
+    given = (dout, dlse, out, lse, saved, bias_grad, sink_grad, *tensors, *ctx.options)
+    dq, dk, dv, dbias, dsink = call("backward", *given)
+    found = {0: dq, 1: dk, 2: dv, 3: dbias if bias_grad else None, 5: dsink if sink_grad else None}
+    return tuple(found.get(i) for i in range(inputs))
 
 
 def keep_nothing(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

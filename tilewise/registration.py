@@ -22,8 +22,8 @@ def register_autograd(
 ) -> None:
     """The same as ``torch.library.register_autograd`` for an operator without default values.
 
-    backward: ctx and a gradient for each output -> a gradient, or None, for each input. It must not read
-    ctx.needs_input_grad, which begins with one for the dispatch keys.
+    backward: ctx and a gradient for each output -> a gradient, or None, for each input. Its
+    ctx.needs_input_grad begins with one for the dispatch keys.
     setup_context: ctx, inputs, output -> saves what backward reads.
     """
     if any(a.has_default_value() for a in overload._schema.arguments):

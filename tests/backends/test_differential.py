@@ -232,6 +232,18 @@ def test_equal_maxima_are_rounded_without_bias(kernel: str):
     assert abs(float(error.mean())) <= step / 4
 
 
+@pytest.mark.parametrize("kernel", [k for k in KERNELS if {"sink", "alibi"} <= KERNELS[k].forward])
+def test_parameters_of_heads_may_have_any_strides(kernel: str):
+    """Kernels step from one to the next: where only every other counts, or one for all, that was wrong."""
+    q, k, v = (torch.randn(2, 30, 4, 16) for _ in range(3))
+    whole = {"sink": torch.randn(8), "alibi_slopes": torch.rand(4, 2)}
+    cut = {"sink": whole["sink"][::2], "alibi_slopes": whole["alibi_slopes"].T}
+    one = {"sink": torch.randn(1).expand(4), "alibi_slopes": torch.rand(1).expand(4)}
+    for parameters in (cut, one):
+        want = attention(q, k, v, **{n: t.contiguous() for n, t in parameters.items()}, **how(kernel))
+        assert torch.equal(attention(q, k, v, **parameters, **how(kernel)), want)
+
+
 @pytest.mark.parametrize("kernel", [k for k in KERNELS if "dropout" in KERNELS[k].forward])
 def test_no_dropout_is_the_path_without(kernel: str):
     """p = 0, and a p that rounds to 0 in 16 bits, must not change a bit."""

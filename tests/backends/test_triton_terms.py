@@ -12,7 +12,8 @@ from problems import Problem
 
 pytest.importorskip("triton")
 
-from tilewise import attention, attention_varlen, dispatch, dropout_mask, schedule
+from tilewise import attention, attention_varlen, dispatch, dropout_mask, ops, schedule
+from tilewise.backends.triton import fa2
 from tilewise.backends.triton.launch import plan_launch
 from tilewise.schedule import Tile
 
@@ -127,3 +128,64 @@ def test_a_sink_alone_is_the_log_sum_exp_of_rows_that_see_nothing():
     assert (lse[0, 0, :5] == 0.5).all() and (lse[0, 1, :5] == -torch.inf).all()
     lse[0, 0].sum().backward()
     assert sink.grad is not None and sink.grad[0] > 5 and sink.grad[1] == 0
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1, 41), (1, 1, 41, 1), (1, 1, 41, 41), (1, 2, 1, 1)], ids=str)
+def test_gradient_of_a_bias_for_longer_sequences_than_there_are(shape: tuple[int, ...]):
+    """max_seqlen is cut to what there is: the rest of the gradient was never written."""
+    q = torch.randn(5, 2, 8, device=DEVICE)
+    cu = torch.tensor([0, 5], dtype=torch.int32, device=DEVICE)
+    ends = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_seqlen_q": 41, "max_seqlen_k": 41}
+    bias = torch.zeros(shape, device=DEVICE, requires_grad=True)
+    attention_varlen(q, q, q, bias=bias, **ends, **HOW).sin().sum().backward()
+    assert bias.grad is not None and bias.grad.isfinite().all()
+    assert not bias.grad[:, :, 5:].any() and not bias.grad[..., 5:].any()
+
+
+@pytest.mark.parametrize(("sq", "sk"), [(0, 5), (5, 0), (0, 0)])
+def test_gradient_of_a_bias_that_nothing_uses(sq: int, sk: int):
+    """No program ran, and what it would have summed up was handed out."""
+    q, k = torch.randn(1, sq, 2, 16, device=DEVICE), torch.randn(1, sk, 1, 16, device=DEVICE)
+    bias = torch.zeros(1, 1, 1, 1, device=DEVICE, requires_grad=True)
+    attention(q, k, k, bias=bias, **HOW).sum().backward()
+    assert bias.grad is not None and not bias.grad.any()
+
+
+def test_no_gradient_of_a_mask_that_wants_none(monkeypatch: pytest.MonkeyPatch):
+    """An expanded mask became a tensor of all scores, and a kernel filled it, for nobody."""
+    monkeypatch.setattr(fa2, "fill_bias_gradient", None)
+    q = torch.randn(2, 33, 2, 8, device=DEVICE, requires_grad=True)
+    mask = torch.zeros(2, 1, 1, 33, device=DEVICE).expand(2, 2, 33, 33)
+    sink = torch.zeros(2, device=DEVICE)
+    attention(q, q, q, bias=mask, sink=sink, **HOW).sum().backward()
+    assert q.grad is not None
+
+
+@pytest.mark.parametrize("logit", [3e38, torch.finfo(torch.float32).min])
+@pytest.mark.parametrize("with_alibi", [False, True])
+def test_sinks_at_the_ends_of_fp32(logit: float, with_alibi: bool):
+    """In units of log2(e) they are infinite: no number, or no sink."""
+    q = torch.randn(1, 9, 2, 8, device=DEVICE)
+    k = torch.randn(1, 4, 2, 8, device=DEVICE)
+    sink = torch.full((2,), logit, device=DEVICE, requires_grad=True)
+    slopes = torch.ones(2, device=DEVICE) if with_alibi else None
+    out, lse = attention(q, k, k, causal=True, sink=sink, alibi_slopes=slopes, return_lse=True, **HOW)
+    assert out.isfinite().all() and not out[:, :5].any()
+    assert (lse[..., :5] == logit).all() and (logit < 0 or not out.any())
+    lse.sum().backward()
+    torch.testing.assert_close(sink.grad, torch.full((2,), 5.0 if logit < 0 else 9.0, device=DEVICE))
+
+
+def test_rows_beyond_max_seqlen_are_those_of_no_sequence(monkeypatch: pytest.MonkeyPatch):
+    """On a GPU nobody checks lengths: a sequence longer than max_seqlen read past the bias, and row
+    statistics that nobody had written."""
+    monkeypatch.setattr(ops, "check_values", lambda *_: None)
+    t = torch.randn(40, 2, 8, device=DEVICE, requires_grad=True)
+    cu = torch.tensor([0, 40], dtype=torch.int32, device=DEVICE)
+    ends = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_seqlen_q": 17, "max_seqlen_k": 17}
+    around = torch.full((17 * 17 + 400,), torch.nan, device=DEVICE)
+    around[:289] = 0
+    out = attention_varlen(t, t, t, bias=around[:289].view(1, 1, 17, 17), **ends, **HOW)
+    out.sum().backward()
+    assert out.isfinite().all() and t.grad is not None and t.grad.isfinite().all()
+    assert not out[17:].any() and not t.grad[17:].any()

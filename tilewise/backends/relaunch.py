@@ -50,7 +50,8 @@ def _check(kernel: Any, given: tuple[Any, ...]) -> None:
 def _kind(argument: Any) -> Any:
     """What Triton would compile in, of an argument that may differ from call to call."""
     if isinstance(argument, Tensor):
-        return argument.data_ptr() % 16 == 0, argument.dtype
+        # What is compiled is loaded into one GPU's context.
+        return argument.data_ptr() % 16 == 0, argument.dtype, argument.get_device()
     if isinstance(argument, int):
         return -(2**31) <= argument < 2**31
     return type(argument)

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tilewise import schedule
 from tilewise.backends.triton.launch import launch_planned, plan_launch
 from tilewise.backends.triton.scores import load_lse, score_gradients
 from tilewise.backends.triton.terms import terms_of
@@ -38,8 +39,9 @@ def bias_gradient_kernel(
     lengths,
     terms,
     dbias_ptr,
-    shape,  # of the bias: batch entries, heads, and the strides of dbias's four dimensions
-    batch,
+    shape,  # of the bias: batch entries, heads, and the strides of dbias, a dimension of chunks first
+    sharing,  # heads that share one of the bias
+    chunks,  # programs for a tile, members of each, members in all
     heads,
     group,
     left,
@@ -66,12 +68,12 @@ def bias_gradient_kernel(
     k_tile = pid % tiles_k
     q_tile = pid // tiles_k % tiles_q
     bias_head = pid // tiles_k // tiles_q % bias_heads
-    entry = pid // tiles_k // tiles_q // bias_heads
+    entry = pid // tiles_k // tiles_q // bias_heads % entries
+    chunk = pid // tiles_k // tiles_q // bias_heads // entries
     q_start, k_start = q_tile * TILE_Q, k_tile * TILE_K
-    sharing = heads // bias_heads
-    NATURAL: tl.constexpr = terms[0] is not None or terms[2] is not None
+    NATURAL: tl.constexpr = terms[0] is not None or terms[2] is not None or terms[4] is not None
     acc = tl.zeros([TILE_Q, TILE_K], tl.float32)
-    for n in range(batch // entries * sharing):
+    for n in range(chunk * chunks[1], min((chunk + 1) * chunks[1], chunks[2])):
         b = entry + n // sharing
         head = bias_head + n % sharing
         start_q, seqlen_q = sequence_rows(b, cu_q, used_q, max_q)
@@ -108,8 +110,9 @@ def bias_gradient_kernel(
 
     i = q_start + tl.arange(0, TILE_Q)
     j = k_start + tl.arange(0, TILE_K)
-    batch_step, head_step, row_step, key_step = steps
-    base = dbias_ptr + tl.cast(entry, tl.int64) * batch_step + tl.cast(bias_head, tl.int64) * head_step
+    chunk_step, batch_step, head_step, row_step, key_step = steps
+    base = dbias_ptr + tl.cast(chunk, tl.int64) * chunk_step
+    base += tl.cast(entry, tl.int64) * batch_step + tl.cast(bias_head, tl.int64) * head_step
     rows, keys = i.to(tl.int64) * row_step, j.to(tl.int64) * key_step
     element = dbias_ptr.dtype.element_ty
     if OVER_QUERIES and OVER_KEYS:
@@ -131,24 +134,35 @@ def fill_bias_gradient(
 ) -> None:
     """Fill dbias, (B|1, Hq|1, Sq|1, Sk|1). read: q, k, v, dout, lse, delta, and rest of the backward."""
     plan = plan_launch("fa2_dq", spec, "queries")
-    entries, heads, rows, keys = dbias.shape
+    entries, heads = dbias.shape[:2]
     tiles_q = triton.cdiv(spec.max_seqlen_q, plan.arguments["TILE_Q"])
     tiles_k = triton.cdiv(spec.max_seqlen_k, plan.arguments["TILE_K"])
-    over_queries, over_keys = rows < spec.max_seqlen_q, keys < spec.max_seqlen_k
-    sums = dbias
-    if over_queries or over_keys:  # a sum for each tile
-        rows, keys = tiles_q if over_queries else rows, tiles_k if over_keys else keys
-        sums = dbias.new_empty(entries, heads, rows, keys, dtype=torch.float32)
+    tiles = entries * heads * tiles_q * tiles_k
+    sharing = spec.batch * spec.heads_q // (entries * heads) if tiles else 0
+    if sharing == 0:
+        return  # 0, as it has been made
+    over_queries = dbias.shape[2] < spec.max_seqlen_q
+    over_keys = dbias.shape[3] < spec.max_seqlen_k
+    rows = tiles_q if over_queries else spec.max_seqlen_q
+    keys = tiles_k if over_keys else spec.max_seqlen_k
+    # So few tiles that most of a GPU would idle are added up by several programs each.
+    chunks = min(sharing, max(1, 2 * schedule.multiprocessors(spec.device) // tiles))
+    # A bias may be made for longer sequences than there are.
+    target = dbias[:, :, : 1 if over_queries else rows, : 1 if over_keys else keys]
+    whole = chunks == 1 and not over_queries and not over_keys
+    parts = (chunks, entries, heads, rows, keys)
+    sums = target[None] if whole else dbias.new_empty(parts, dtype=torch.float32)
     extra = {
         "terms": terms_of(spec, x),
         "dbias_ptr": sums,
         "shape": (entries, heads, sums.stride()),
-        "batch": spec.batch,
+        "sharing": spec.heads_q // heads,
+        "chunks": (chunks, triton.cdiv(sharing, chunks), sharing),
         "OVER_QUERIES": over_queries,
         "OVER_KEYS": over_keys,
     }
-    plan = plan._replace(programs=entries * heads * tiles_q * tiles_k)
+    plan = plan._replace(programs=chunks * tiles)
     launch_planned(bias_gradient_kernel, plan, spec, x, read, extra)
-    if sums is not dbias:
-        over = [d for d, one in ((2, over_queries), (3, over_keys)) if one]
-        dbias.copy_(sums.sum(dim=over, keepdim=True))
+    if not whole:
+        over = [0, *(d for d, one in ((3, over_queries), (4, over_keys)) if one)]
+        target.copy_(sums.sum(dim=over, keepdim=True)[0])

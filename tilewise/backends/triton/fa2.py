@@ -79,7 +79,7 @@ def forward_kernel(
     IEEE: tl.constexpr,
 ):
     q_strides, k_strides, v_strides, out_strides, lse_strides, rest_strides = strides
-    NATURAL: tl.constexpr = terms[0] is not None or terms[2] is not None
+    NATURAL: tl.constexpr = terms[0] is not None or terms[2] is not None or terms[4] is not None
     cu_q, cu_k, used_q, used_k, max_q, max_k = lengths
     tiles = tl.cdiv(max_q, TILE_Q)
     b = tl.program_id(0) // tiles // heads
@@ -97,7 +97,7 @@ def forward_kernel(
     q = load_tile(q_base, q_strides[1], q_start, 0, seqlen_q, TILE_Q, BLOCK_D, D, True)
     i = q_start + tl.arange(0, TILE_Q)
 
-    sink = sink_logit(head, terms, NATURAL)
+    sink = sink_logit(head, terms)
     top = tl.zeros([TILE_Q], tl.float32) + sink
     total = tl.zeros([TILE_Q], tl.float32) + tl.where(sink == -INF, 0.0, 1.0)
     acc = tl.zeros([TILE_Q, BLOCK_DV], tl.float32)
@@ -174,7 +174,7 @@ def backward_kernel(
     that P^T and dS^T are left operands, which the tensor cores can take from registers."""
     q_strides, k_strides, v_strides, dout_strides, lse_strides, delta_strides, rest_strides = strides[:7]
     dq_strides, dk_strides, dv_strides = strides[7:]
-    NATURAL: tl.constexpr = terms[0] is not None or terms[2] is not None
+    NATURAL: tl.constexpr = terms[0] is not None or terms[2] is not None or terms[4] is not None
     cu_q, cu_k, used_q, used_k, max_q, max_k = lengths
     tiles = tl.cdiv(max_k, TILE_K)
     kv_heads = heads // group
@@ -285,7 +285,7 @@ def dq_kernel(
     """dQ of one query tile, in an order that is always the same."""
     q_strides, k_strides, v_strides, dout_strides, lse_strides, delta_strides = strides[:6]
     rest_strides, dq_strides = strides[6:]
-    NATURAL: tl.constexpr = terms[0] is not None or terms[2] is not None
+    NATURAL: tl.constexpr = terms[0] is not None or terms[2] is not None or terms[4] is not None
     cu_q, cu_k, used_q, used_k, max_q, max_k = lengths
     tiles = tl.cdiv(max_q, TILE_Q)
     b = tl.program_id(0) // tiles // heads

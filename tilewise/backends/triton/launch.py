@@ -129,7 +129,7 @@ def strides(spec: AttentionSpec, t: Tensor | None) -> Strides:
 
 def score_factors(spec: AttentionSpec) -> dict[str, float | None]:
     """scale and softcap as ``tile.logits`` wants them, in units of log2(e) unless something is added."""
-    unit = 1.0 if spec.bias or spec.alibi else math.log2(math.e)
+    unit = 1.0 if spec.bias or spec.alibi or spec.sink else math.log2(math.e)
     if spec.softcap is None:
         return {"scale": spec.scale * unit, "softcap": None}
     return {"scale": spec.scale / spec.softcap, "softcap": spec.softcap * unit}

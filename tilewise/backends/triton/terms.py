@@ -1,9 +1,9 @@
 """What is added to scores and taken from weights: bias, ALiBi, sink, dropout.
 
 In kernels ``terms`` are those of a call: pointers and numbers in the order of ``Terms``, ``None`` for
-what there is not, of which nothing is compiled then. With a bias or ALiBi scores are natural logits,
-not in units of log2(e), and the maximum is subtracted before the units change: of a bias of -1e9, or of
-the least finite number, nothing else would be left.
+what there is not, of which nothing is compiled then. With a bias, ALiBi or a sink scores are natural
+logits, not in units of log2(e), and the maximum is subtracted before the units change: of a bias of
+-1e9, or of the least finite number, nothing else would be left.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def terms_of(spec: AttentionSpec, x: Inputs) -> tuple[Any, ...]:
     terms = Terms(
         bias,
         steps,
-        None if slopes is None else slopes.contiguous(),
+        slopes,
         spec.heads_q if slopes is not None and slopes.dim() == 2 else 0,
         x.sink,
         x.dropout_key if spec.dropout_p > 0 else None,
@@ -81,12 +81,10 @@ def powers(x, origin, NATURAL: tl.constexpr):
 
 
 @triton.jit
-def sink_logit(head, terms, NATURAL: tl.constexpr):
-    """The sink of a head in the units of its scores; -inf without one."""
-    sink_ptr = terms[4]
-    if sink_ptr is not None:
-        sink = tl.load(sink_ptr + head).to(tl.float32)
-        return sink if NATURAL else sink * LOG2E
+def sink_logit(head, terms):
+    """The sink of a head, a natural logit; -inf without one."""
+    if terms[4] is not None:
+        return tl.load(terms[4] + head).to(tl.float32)
     return -INF
 
 

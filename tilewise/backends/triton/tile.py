@@ -60,7 +60,8 @@ def has_tiles(run, left, one_run):
 
 @triton.jit
 def sequence_rows(b, cu_seqlens, seqused, seqlen):
-    """First row and number of rows of sequence ``b``; dense batches start at row 0."""
+    """First row and number of rows of sequence ``b``; dense batches start at row 0. Never more rows than
+    seqlen, which all else is made for, whatever lengths say that nobody could check without waiting."""
     start = 0
     length = seqlen
     if cu_seqlens is not None:
@@ -68,6 +69,8 @@ def sequence_rows(b, cu_seqlens, seqused, seqlen):
         length = tl.load(cu_seqlens + b + 1) - start
     if seqused is not None:
         length = tl.load(seqused + b)
+    if cu_seqlens is not None or seqused is not None:
+        length = min(length, seqlen)
     return start, length
 
 
