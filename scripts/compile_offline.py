@@ -106,6 +106,17 @@ CASES = {
     "d256-bias-dropout-deterministic": Case(
         dims=(256, 256), tensors=("bias", *_DROPOUT[0]), options=(("deterministic", True), *_DROPOUT[1])
     ),
+    "d24-odd-bias-sink-dropout": Case(
+        dims=(24, 24),
+        heads=(1, 1),
+        seqlen_q=333,
+        seqlen_k=77,
+        tensors=("bias", "sink", *_DROPOUT[0]),
+        options=_DROPOUT[1],
+    ),
+    "d256-fp32-bias-dropout": Case(
+        torch.float32, dims=(256, 256), tensors=("bias", *_DROPOUT[0]), options=_DROPOUT[1]
+    ),
     "d64-fp32-causal": Case(torch.float32, dims=(64, 64), options=(("causal", True),)),
     "d256-fp32-deterministic": Case(torch.float32, dims=(256, 256), options=(("deterministic", True),)),
 }

@@ -234,7 +234,7 @@ def test_equal_maxima_are_rounded_without_bias(kernel: str):
 
 @pytest.mark.parametrize("kernel", [k for k in KERNELS if {"sink", "alibi"} <= KERNELS[k].forward])
 def test_parameters_of_heads_may_have_any_strides(kernel: str):
-    """Kernels step from one to the next: where only every other counts, or one for all, that was wrong."""
+    """Kernels step from one to the next: of every other element, or one for all, that was wrong."""
     q, k, v = (torch.randn(2, 30, 4, 16) for _ in range(3))
     whole = {"sink": torch.randn(8), "alibi_slopes": torch.rand(4, 2)}
     cut = {"sink": whole["sink"][::2], "alibi_slopes": whole["alibi_slopes"].T}
