@@ -31,13 +31,13 @@ def pair(window_size: Any, allowed: str) -> tuple[Any, Any]:
     return left, right
 
 
-def window_below_zero(window_size: Any, causal: bool) -> Window:
-    """As FlashAttention-2 and -3 read it: a negative side is no bound, causal makes the right one 0."""
+def window_below_zero(window_size: Any) -> Window:
+    """As FlashAttention-2 and -3 read it: a negative side is no bound."""
     left, right = (
         None if side is None or side < 0 else side
         for side in pair(window_size, "an integer; -1 is no bound")
     )
-    return left, None if causal else right
+    return left, right
 
 
 def softcap_or_none(softcap: float | None) -> float | None:

@@ -256,7 +256,7 @@ def _options(
         "dropout_p": dropout_p,
         "scale": softmax_scale,
         "causal": causal,
-        "window": window_below_zero(window_size, causal),
+        "window": window_below_zero(window_size),
         "softcap": softcap_or_none(softcap),
         "alibi_slopes": alibi_slopes,
         "deterministic": deterministic,
