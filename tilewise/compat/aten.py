@@ -229,7 +229,8 @@ def flash_backward(
     # What rounding took from the log-sum-exp, which a CPU's kernels would keep: it is lost here.
     saved = logsumexp.new_zeros(1 if logsumexp.is_cpu else 0, *logsumexp.shape)
     values = [options[name] for name in ops.OPTION_NAMES]
-    return torch.ops.tilewise.backward(grad_out, None, out, logsumexp, saved, *x, *values)[:3]
+    given = (grad_out, None, out, logsumexp, saved, False, False, *x, *values)
+    return torch.ops.tilewise.backward(*given)[:3]
 
 
 def sdpa_forward(
