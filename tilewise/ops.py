@@ -273,9 +273,8 @@ def gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Tensor | No
     refuse_tangents(dout, dlse)
     out, lse, saved, *tensors = ctx.saved_tensors
     inputs = _TENSOR_COUNT + len(OPTION_NAMES)
-    wanted = ctx.needs_input_grad[
-        -inputs:
-    ]  # one for the dispatch keys may come before: ``registration``
+    # One for the dispatch keys may come before them: see ``registration``.
+    wanted = ctx.needs_input_grad[-inputs:]
     bias_grad, sink_grad = (tensors[n] is not None and wanted[n] for n in (3, 5))
     if dout is None:
         dout = out.new_zeros(()).expand(out.shape)

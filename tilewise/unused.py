@@ -13,8 +13,6 @@ from tilewise.spec import AttentionSpec, Inputs
 
 def clear(spec: AttentionSpec, x: Inputs, side: Literal["q", "k"], t: Tensor) -> None:
     """Write 0 to the rows of t that no sequence uses."""
-    if not spec.ragged:
-        return
     if side == "q":
         cu_seqlens, seqused, longest = x.cu_seqlens_q, x.seqused_q, spec.max_seqlen_q
     else:

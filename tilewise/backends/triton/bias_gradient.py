@@ -14,7 +14,7 @@ from torch import Tensor
 from tilewise import schedule
 from tilewise.backends.triton.launch import launch_planned, plan_launch
 from tilewise.backends.triton.scores import load_lse, score_gradients
-from tilewise.backends.triton.terms import terms_of
+from tilewise.backends.triton.terms import term_arguments
 from tilewise.backends.triton.tile import (
     key_span,
     key_tile_runs,
@@ -55,6 +55,7 @@ def bias_gradient_kernel(
     TILE_Q: tl.constexpr,
     TILE_K: tl.constexpr,
     IEEE: tl.constexpr,
+    NATURAL: tl.constexpr,
     OVER_QUERIES: tl.constexpr,
     OVER_KEYS: tl.constexpr,
 ):
@@ -71,7 +72,6 @@ def bias_gradient_kernel(
     entry = pid // tiles_k // tiles_q // bias_heads % entries
     chunk = pid // tiles_k // tiles_q // bias_heads // entries
     q_start, k_start = q_tile * TILE_Q, k_tile * TILE_K
-    NATURAL: tl.constexpr = terms[0] is not None or terms[2] is not None or terms[4] is not None
     acc = tl.zeros([TILE_Q, TILE_K], tl.float32)
     for n in range(chunk * chunks[1], min((chunk + 1) * chunks[1], chunks[2])):
         b = entry + n // sharing
@@ -104,7 +104,7 @@ def bias_gradient_kernel(
             operands = (q, dout, lse, rest, delta, k, v)
             ds, _capped = score_gradients(
                 operands, q_start, k_start, b, head, (seqlen_q, seqlen_k), terms, left, right,
-                scale, softcap, TILE_Q, TILE_K, IEEE, True,
+                scale, softcap, TILE_Q, TILE_K, IEEE, NATURAL, True,
             )  # fmt: skip
             acc += ds
 
@@ -152,8 +152,7 @@ def fill_bias_gradient(
     whole = chunks == 1 and not over_queries and not over_keys
     parts = (chunks, entries, heads, rows, keys)
     sums = target[None] if whole else dbias.new_empty(parts, dtype=torch.float32)
-    extra = {
-        "terms": terms_of(spec, x),
+    extra = term_arguments(spec, x) | {
         "dbias_ptr": sums,
         "shape": (entries, heads, sums.stride()),
         "sharing": spec.heads_q // heads,

@@ -25,7 +25,7 @@ from tilewise.backends.triton.terms import (
     powers,
     sink_gradient,
     sink_logit,
-    terms_of,
+    term_arguments,
     weights,
 )
 from tilewise.backends.triton.tile import (
@@ -77,9 +77,9 @@ def forward_kernel(
     TILE_Q: tl.constexpr,
     TILE_K: tl.constexpr,
     IEEE: tl.constexpr,
+    NATURAL: tl.constexpr,  # scores are natural logits: see ``terms``
 ):
     q_strides, k_strides, v_strides, out_strides, lse_strides, rest_strides = strides
-    NATURAL: tl.constexpr = terms[0] is not None or terms[2] is not None or terms[4] is not None
     cu_q, cu_k, used_q, used_k, max_q, max_k = lengths
     tiles = tl.cdiv(max_q, TILE_Q)
     b = tl.program_id(0) // tiles // heads
@@ -169,12 +169,12 @@ def backward_kernel(
     TILE_Q: tl.constexpr,
     TILE_K: tl.constexpr,
     IEEE: tl.constexpr,
+    NATURAL: tl.constexpr,  # scores are natural logits: see ``terms``
 ):
     """dK and dV of one key tile, and its share of dQ. Scores are held transposed (keys, queries), so
     that P^T and dS^T are left operands, which the tensor cores can take from registers."""
     q_strides, k_strides, v_strides, dout_strides, lse_strides, delta_strides, rest_strides = strides[:7]
     dq_strides, dk_strides, dv_strides = strides[7:]
-    NATURAL: tl.constexpr = terms[0] is not None or terms[2] is not None or terms[4] is not None
     cu_q, cu_k, used_q, used_k, max_q, max_k = lengths
     tiles = tl.cdiv(max_k, TILE_K)
     kv_heads = heads // group
@@ -281,11 +281,11 @@ def dq_kernel(
     TILE_Q: tl.constexpr,
     TILE_K: tl.constexpr,
     IEEE: tl.constexpr,
+    NATURAL: tl.constexpr,  # scores are natural logits: see ``terms``
 ):
     """dQ of one query tile, in an order that is always the same."""
     q_strides, k_strides, v_strides, dout_strides, lse_strides, delta_strides = strides[:6]
     rest_strides, dq_strides = strides[6:]
-    NATURAL: tl.constexpr = terms[0] is not None or terms[2] is not None or terms[4] is not None
     cu_q, cu_k, used_q, used_k, max_q, max_k = lengths
     tiles = tl.cdiv(max_q, TILE_Q)
     b = tl.program_id(0) // tiles // heads
@@ -322,7 +322,7 @@ def dq_kernel(
                 operands = (q, dout, lse, rest, delta, k, v)
                 _, ds = score_gradients(
                     operands, q_start, k_start, b, head, (seqlen_q, seqlen_k), terms, left, right,
-                    scale, softcap, TILE_Q, TILE_K, IEEE, run != 1,
+                    scale, softcap, TILE_Q, TILE_K, IEEE, NATURAL, run != 1,
                 )  # fmt: skip
                 dq = dot(ds.to(k.dtype), k, dq, IEEE)
 
@@ -333,15 +333,8 @@ def dq_kernel(
 def forward(spec: AttentionSpec, x: Inputs, out: Tensor, lse: Tensor, saved: Tensor) -> None:
     """Fill out and lse, and saved where there is a bias. See ``tilewise.dispatch.Kernel``."""
     operands = (x.q, x.k, x.v, out, lse, _rest(spec, saved))
-    launch(
-        forward_kernel,
-        "fa2_forward",
-        spec,
-        x,
-        over="queries",
-        operands=operands,
-        terms=terms_of(spec, x),
-    )
+    extra = term_arguments(spec, x)
+    launch(forward_kernel, "fa2_forward", spec, x, over="queries", operands=operands, **extra)
 
 
 def backward(
@@ -360,7 +353,7 @@ def backward(
     read = (x.q, x.k, x.v, dout, lse, delta, rest)
     dq = None if spec.deterministic else torch.zeros_like(x.q, dtype=torch.float32)
     written = (dq, grads.k, grads.v)
-    extra = {"terms": terms_of(spec, x), "gradient_scale": spec.scale}
+    extra = term_arguments(spec, x) | {"gradient_scale": spec.scale}
     launch(backward_kernel, "fa2_backward", spec, x, over="keys", operands=(*read, *written), **extra)
     if dq is None:
         launch(dq_kernel, "fa2_dq", spec, x, over="queries", operands=(*read, grads.q), **extra)

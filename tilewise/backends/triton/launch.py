@@ -127,9 +127,14 @@ def strides(spec: AttentionSpec, t: Tensor | None) -> Strides:
     return (0 if spec.varlen else t.stride(0), t.stride(-3), t.stride(-2))
 
 
+def natural_logits(spec: AttentionSpec) -> bool:
+    """Whether kernels' scores are natural logits, and not in units of log2(e): see ``terms``."""
+    return spec.bias or spec.alibi or spec.sink
+
+
 def score_factors(spec: AttentionSpec) -> dict[str, float | None]:
-    """scale and softcap as ``tile.logits`` wants them, in units of log2(e) unless something is added."""
-    unit = 1.0 if spec.bias or spec.alibi or spec.sink else math.log2(math.e)
+    """scale and softcap as ``tile.logits`` wants them, in the units of scores."""
+    unit = 1.0 if natural_logits(spec) else math.log2(math.e)
     if spec.softcap is None:
         return {"scale": spec.scale * unit, "softcap": None}
     return {"scale": spec.scale / spec.softcap, "softcap": spec.softcap * unit}

@@ -58,12 +58,12 @@ def score_gradients(
     TILE_Q: tl.constexpr,
     TILE_K: tl.constexpr,
     IEEE: tl.constexpr,
+    NATURAL: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """The gradient of a tile of logits, bias and all, and what the softcap passes on of it."""
     q, dout, lse, rest, delta, k, v = operands
     seqlen_q, seqlen_k = seqlens
-    NATURAL: tl.constexpr = terms[0] is not None or terms[2] is not None or terms[4] is not None
     i = q_start + tl.arange(0, TILE_Q)
     j = k_start + tl.arange(0, TILE_K)
     s, factor = logits(dot(q, tl.trans(k), None, IEEE), scale, softcap)

@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tilewise import philox
+from tilewise.backends.triton.launch import natural_logits
 from tilewise.spec import AttentionSpec, Inputs
 
 INF = tl.constexpr(float("inf"))
@@ -54,6 +55,11 @@ def terms_of(spec: AttentionSpec, x: Inputs) -> tuple[Any, ...]:
         philox.keep_scale(spec.dropout_p),
     )
     return tuple(terms)
+
+
+def term_arguments(spec: AttentionSpec, x: Inputs) -> dict[str, Any]:
+    """What kernels with terms are given beside what all are."""
+    return {"terms": terms_of(spec, x), "NATURAL": natural_logits(spec)}
 
 
 @triton.jit
