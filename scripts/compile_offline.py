@@ -114,6 +114,9 @@ CASES = {
         tensors=("bias", "sink", *_DROPOUT[0]),
         options=_DROPOUT[1],
     ),
+    "d64-bias-alibi-sink-dropout": Case(
+        dims=(64, 64), tensors=("bias", "alibi_slopes", "sink", *_DROPOUT[0]), options=_DROPOUT[1]
+    ),
     "d256-fp32-bias-dropout": Case(
         torch.float32, dims=(256, 256), tensors=("bias", *_DROPOUT[0]), options=_DROPOUT[1]
     ),

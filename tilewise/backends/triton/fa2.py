@@ -19,6 +19,8 @@ from tilewise.backends.triton.delta import row_delta
 from tilewise.backends.triton.launch import launch
 from tilewise.backends.triton.scores import load_lse, score_gradients
 from tilewise.backends.triton.terms import (
+    DROPOUT_KEY,
+    KEEP_SCALE,
     added,
     kept,
     log_sum_exp,
@@ -123,14 +125,14 @@ def forward_kernel(
                 shrink = powers(top, origin, NATURAL)
                 top = new_top
                 total = total * shrink + tl.sum(p, 1)
-                if terms[5] is not None:
+                if terms[DROPOUT_KEY] is not None:
                     p = tl.where(kept(q_start, k_start, b, head, terms, TILE_Q, TILE_K), p, 0.0)
                 acc = dot(p.to(v.dtype), v, acc * shrink[:, None], IEEE)
 
     lse, rest = log_sum_exp(top, total, NATURAL)
     total = tl.where(total == 0, 1.0, total)  # rows that saw no key
-    if terms[5] is not None:
-        acc *= terms[7]
+    if terms[DROPOUT_KEY] is not None:
+        acc *= terms[KEEP_SCALE]
     out_base = matrix(out_ptr, out_strides, b, start_q, head)
     lse_base = matrix(lse_ptr, lse_strides, b, start_q, head)
     store_tile(out_base, out_strides[1], q_start, seqlen_q, acc / total[:, None], TILE_Q, BLOCK_DV, DV)
@@ -228,10 +230,10 @@ def backward_kernel(
                     )
                     dp = dot(v, tl.trans(dout), None, IEEE)
                     kept_p = p
-                    if terms[5] is not None:
+                    if terms[DROPOUT_KEY] is not None:
                         keep = tl.trans(kept(q_start, k_start, b, head, terms, TILE_Q, TILE_K))
                         kept_p = tl.where(keep, p, 0.0)
-                        dp = tl.where(keep, dp * terms[7], 0.0)
+                        dp = tl.where(keep, dp * terms[KEEP_SCALE], 0.0)
                     dv = dot(kept_p.to(dout.dtype), dout, dv, IEEE)
                     delta = load_rows(delta_base, q_start, low, high, 0.0, TILE_Q, run != 1)
                     ds = p * (dp - delta[None, :])
@@ -248,8 +250,8 @@ def backward_kernel(
 
     dk_base = matrix(dk_ptr, dk_strides, b, start_k, kv_head)
     dv_base = matrix(dv_ptr, dv_strides, b, start_k, kv_head)
-    if terms[5] is not None:
-        dv *= terms[7]
+    if terms[DROPOUT_KEY] is not None:
+        dv *= terms[KEEP_SCALE]
     store_tile(dk_base, dk_strides[1], k_start, seqlen_k, dk * gradient_scale, TILE_K, BLOCK_D, D)
     store_tile(dv_base, dv_strides[1], k_start, seqlen_k, dv, TILE_K, BLOCK_DV, DV)
 

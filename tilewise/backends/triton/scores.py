@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tilewise.backends.triton.terms import added, kept, weights
+from tilewise.backends.triton.terms import DROPOUT_KEY, KEEP_SCALE, added, kept, weights
 from tilewise.backends.triton.tile import dot, load_rows, logits, matrix, softcap_slope, visible
 
 INF = tl.constexpr(float("inf"))
@@ -76,9 +76,9 @@ def score_gradients(
         seen = visible(i[:, None], j[None, :], seqlen_q, seqlen_k, left, right)
         p = tl.where(seen, p, 0.0)
     dp = dot(dout, tl.trans(v), None, IEEE)
-    if terms[5] is not None:
+    if terms[DROPOUT_KEY] is not None:
         keep = kept(q_start, k_start, b, head, terms, TILE_Q, TILE_K)
-        dp = tl.where(keep, dp * terms[7], 0.0)
+        dp = tl.where(keep, dp * terms[KEEP_SCALE], 0.0)
     ds = p * (dp - delta[:, None])
     if softcap is not None:
         return ds, ds * softcap_slope(capped, softcap)

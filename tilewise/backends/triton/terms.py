@@ -25,14 +25,26 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 
 class Terms(NamedTuple):
+    """All in one tuple: constants that are alone in an inner one get lost in Triton 3.6."""
+
     bias: Tensor | None
-    bias_strides: tuple[int, int, int, int]  # 0 where it is broadcast
+    bias_batch: int  # strides, 0 where it is broadcast
+    bias_head: int
+    bias_row: int
+    bias_key: int
     slopes: Tensor | None
     slopes_batch: int  # stride of a batch entry
     sink: Tensor | None
     dropout_key: Tensor | None
     threshold: int  # below which 16 bits drop a weight
     keep_scale: float  # what kept weights are multiplied with
+
+
+BIAS = tl.constexpr(Terms._fields.index("bias"))
+SLOPES = tl.constexpr(Terms._fields.index("slopes"))
+SINK = tl.constexpr(Terms._fields.index("sink"))
+DROPOUT_KEY = tl.constexpr(Terms._fields.index("dropout_key"))
+KEEP_SCALE = tl.constexpr(Terms._fields.index("keep_scale"))
 
 
 def terms_of(spec: AttentionSpec, x: Inputs) -> tuple[Any, ...]:
@@ -46,7 +58,7 @@ def terms_of(spec: AttentionSpec, x: Inputs) -> tuple[Any, ...]:
         steps = (batch, head, row, key)
     terms = Terms(
         bias,
-        steps,
+        *steps,
         slopes,
         spec.heads_q if slopes is not None and slopes.dim() == 2 else 0,
         x.sink,
@@ -65,14 +77,14 @@ def term_arguments(spec: AttentionSpec, x: Inputs) -> dict[str, Any]:
 @triton.jit
 def added(s, i, j, b, head, seqlen_q, seqlen_k, terms):
     """Logits of a tile with bias and ALiBi. i, j: queries and keys, along the tile's dimensions."""
-    bias_ptr, bias_strides, slopes_ptr, slopes_batch = terms[:4]
-    if bias_ptr is not None:
-        batch, of_head, row, key = bias_strides
+    if terms[BIAS] is not None:
+        bias_ptr, batch, of_head, row, key = terms[:5]
         base = bias_ptr + tl.cast(b, tl.int64) * batch + tl.cast(head, tl.int64) * of_head
         at = i.to(tl.int64) * row + j.to(tl.int64) * key
         inside = (i < seqlen_q) & (j < seqlen_k)
         s += tl.load(base + at, mask=inside, other=0.0).to(tl.float32)
-    if slopes_ptr is not None:
+    if terms[SLOPES] is not None:
+        slopes_ptr, slopes_batch = terms[5:7]
         slope = tl.load(slopes_ptr + b * slopes_batch + head)
         s -= slope * tl.abs(i + (seqlen_k - seqlen_q) - j).to(tl.float32)
     return s
@@ -89,8 +101,8 @@ def powers(x, origin, NATURAL: tl.constexpr):
 @triton.jit
 def sink_logit(head, terms):
     """The sink of a head, a natural logit; -inf without one."""
-    if terms[4] is not None:
-        return tl.load(terms[4] + head).to(tl.float32)
+    if terms[SINK] is not None:
+        return tl.load(terms[SINK] + head).to(tl.float32)
     return -INF
 
 
@@ -123,7 +135,7 @@ def kept(q_start, k_start, b, head, terms, TILE_Q: tl.constexpr, TILE_K: tl.cons
 
     Tiles begin at multiples of their size, 16 keys or a multiple of 32.
     """
-    dropout_key, threshold = terms[5], terms[6]
+    dropout_key, threshold = terms[8:10]
     BLOCKS: tl.constexpr = (TILE_K + 31) // 32
     block = k_start // 32
     groups = block * 4 + tl.arange(0, 4 * BLOCKS)
