@@ -59,6 +59,22 @@ else:
         )
 
 
+@gluon.jit
+def reciprocal(x):
+    """1 / x, off by one unit in the last place; 0 of infinity. A division looks at sizes first."""
+    return gl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def by_now(x):
+    """uint32 x, computed before what follows: compilers move arithmetic to where results are used."""
+    return gl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r", [x], dtype=gl.uint32, is_pure=False, pack=1
+    )
+
+
 aggregate: Any
 if hasattr(triton, "aggregate"):
     aggregate = triton.aggregate

@@ -14,7 +14,19 @@ from typing import Any
 
 from triton.experimental.gluon import language as real
 
-from tilewise.sim import ampere, asm, blackwell, clc, control, gl, global_ops, hopper, reductions, shared
+from tilewise.sim import (
+    ampere,
+    asm,
+    blackwell,
+    clc,
+    control,
+    gl,
+    global_ops,
+    hopper,
+    reductions,
+    shared,
+    values,
+)
 from tilewise.sim.tensor_memory import TensorView
 
 LANGUAGE = "triton.experimental.gluon.language"
@@ -125,6 +137,8 @@ TABLE: dict[str, dict[str, Any]] = {
         "tma_reduce_add": hopper.tma_reduction("ADD"),
         "tmem_register_layout": blackwell.get_tmem_reg_layout,
         "tmem_reinterpret": TensorView.reinterpret,
+        "by_now": lambda x: x,
+        "reciprocal": lambda x: values.operate("truediv", 1.0, x),
         "label": control.Label.label,
         "label_stages": control.Label.stages,
         "at_tile": control.Label.at_tile,
