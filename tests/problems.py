@@ -417,9 +417,10 @@ def alike(kind: Problem, seed: int, size: Size) -> Problem:
     p = draw(random.Random(seed).choice, features(kind), of_kind, every=True)
     window = tuple(None if k is None else w or 0 for k, w in zip(kind.window, p.window, strict=True))
     used_q = None if kind.used_q is None else p.used_q or tuple(q for q, _ in p.lengths)
-    return replace(
-        p, head_dim_v=kind.head_dim_v, window=window, used_q=used_q, softcap=kind.softcap, loss=kind.loss
-    )
+    same = {
+        name: getattr(kind, name) for name in ("head_dim_v", "softcap", "loss", "bias_dtype", "sink")
+    }
+    return replace(p, window=window, used_q=used_q, **same)
 
 
 @st.composite

@@ -47,7 +47,7 @@ FEATURES = {
 _ALL = frozenset(FEATURES) - {"fp8"}
 _TRITON = _ALL - {"fp64"}
 _PLAIN = _TRITON - {"bias", "alibi", "sink", "dropout"}
-_HOPPER = _PLAIN - {"fp32"}
+_HOPPER = _TRITON - {"fp32"}
 
 
 @dataclass(frozen=True)

@@ -115,9 +115,14 @@ def triton_tile(kernel: str, spec: AttentionSpec, head_dim: int) -> Tile:
         return _INTERPRETER
     family = _family(spec.device)
     table = _FP32 if spec.dtype.itemsize > 2 else _FAMILIES[family]
-    if (spec.bias or spec.alibi or spec.dropout_p > 0) and table is not _FP32 and family != "other":
+    if with_terms(spec) and table is not _FP32 and family != "other":
         table = table | _WITH_TERMS
     return next(table[kernel, dim] for dim in (64, 128, 256) if head_dim <= dim)
+
+
+def with_terms(spec: AttentionSpec) -> bool:
+    """Whether there is more to every score than products, a scale and a softcap."""
+    return spec.bias or spec.alibi or spec.dropout_p > 0
 
 
 @cache
@@ -162,7 +167,8 @@ _HOPPER_FORWARD_FP16 = _HOPPER_FORWARD | {
     (128, True): HopperTile(2, 128, 2, 1, True, False, 128, 240, 168),
 }
 # Up to SHORT keys, tiles of 192 queries would mostly be begun and ended, and not divide the length. So
-# would they in a window, whose two edges also take more registers than three consumers have.
+# would they in a window, whose two edges also take more registers than three consumers have; so do a
+# bias, ALiBi and dropout.
 _HOPPER_FORWARD_SHORT = {64: HopperTile(2, 64, 6, 1, True, False, 64, 240, 168)}
 SHORT = 1024
 
@@ -174,10 +180,11 @@ def hopper_tile(spec: AttentionSpec) -> HopperTile:
     if 128 < spec.head_dim <= 192 and spec.head_dim_v <= 128:
         dim = 192
     few = spec.max_seqlen_k <= SHORT or spec.window_left is not None
-    if few and dim in _HOPPER_FORWARD_SHORT:
+    if (few or with_terms(spec)) and dim in _HOPPER_FORWARD_SHORT:
         return _HOPPER_FORWARD_SHORT[dim]
-    table = _HOPPER_FORWARD_FP16 if spec.dtype == torch.float16 else _HOPPER_FORWARD
-    return table[dim, spec.window != (None, None)]
+    fp16 = spec.dtype == torch.float16 and not with_terms(spec)
+    table = _HOPPER_FORWARD_FP16 if fp16 else _HOPPER_FORWARD
+    return table[dim, spec.window != (None, None) or spec.bias]
 
 
 class HopperBackwardTile(NamedTuple):
@@ -220,12 +227,17 @@ _HOPPER_BACKWARD_SHORT = {
     64: HopperBackwardTile(64, 128, 3, 3, kv_stages=2, kv_in_registers=True),
     128: HopperBackwardTile(64, 128, 2, 2, kv_stages=2),
 }
-# Softcap takes more registers than 128 queries at a time leave, and P is passed on in two parts.
+# Softcap takes more registers than 128 queries at a time leave, and P is passed on in two parts. A bias,
+# ALiBi and dropout take more as well.
 _HOPPER_BACKWARD_SOFTCAP = {
     64: HopperBackwardTile(64, 128, 4, 4, kv_in_registers=True),
-    128: HopperBackwardTile(64, 128, 3, 3),
+    128: HopperBackwardTile(64, 128, 3, 2),
     192: HopperBackwardTile(64, 64, 3, 2, p_stages=1),
     256: HopperBackwardTile(64, 64, 2, 2, p_stages=1),
+}
+# The latter do not leave room for three stages everywhere.
+_HOPPER_BACKWARD_TERMS = _HOPPER_BACKWARD_SOFTCAP | {
+    192: HopperBackwardTile(64, 64, 2, 2, p_stages=1),
 }
 
 
@@ -235,6 +247,8 @@ def hopper_backward_tile(spec: AttentionSpec) -> HopperBackwardTile:
     dim = next(dim for dim in (64, 128, 256) if larger <= dim)
     if smaller <= 128 < larger:
         dim = 192
+    if with_terms(spec):
+        return _HOPPER_BACKWARD_TERMS[dim]
     if spec.softcap is not None:
         return _HOPPER_BACKWARD_SOFTCAP[dim]
     masked = spec.window != (None, None)

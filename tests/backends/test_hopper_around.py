@@ -85,7 +85,7 @@ def in_fragments(rows: Tensor) -> Tensor:
 def test_what_is_added_to_the_accumulator_comes_out_as_dq(name: str):
     """It is fresh memory, NaN here: of every tile that is added to, all must be 0 before."""
     t, out, lse = made_up(PROBLEMS[name])
-    rows = around.prepare_rows(t.spec, t.x, out, lse, t.dout, t.dlse)
+    rows = around.prepare_rows(t.spec, t.x, out, lse, None, t.dout, t.dlse)
     assert rows.taken.item() == 0 or t.spec.max_seqlen_q == 0
     dq = torch.zeros_like(t.x.q) if t.spec.ragged else torch.empty_like(t.x.q)
     want = torch.zeros_like(t.x.q)
@@ -106,7 +106,7 @@ def test_what_is_added_to_the_accumulator_comes_out_as_dq(name: str):
 def test_row_statistics(name: str, with_dlse: bool):
     t, out, lse = made_up(PROBLEMS[name])
     dlse = t.dlse if with_dlse else None
-    rows = around.prepare_rows(t.spec, t.x, out, lse, t.dout, dlse)
+    rows = around.prepare_rows(t.spec, t.x, out, lse, None, t.dout, dlse)
     for seq, head, first in parts(t, rows.space):
         low, count = seen_queries(t, seq)
         seen = slice(low, low + count)
@@ -131,10 +131,10 @@ def widened(x: Tensor, columns: int) -> Tensor:
 def test_strides_of_any_alignment(columns: int, unit: int):
     """A kernel gets strides in units that divide them all, which is how it knows their alignment."""
     t, out, lse = made_up(Problem(((70, 90),) * 2, 2, 2, 64, 64))
-    given = t.spec, t.x, out, lse, t.dout, t.dlse
+    given = t.spec, t.x, out, lse, None, t.dout, t.dlse
     want = around.prepare_rows(*given)
     for wide_out, wide_dout in ((columns, 64), (64, columns)):
-        laid_out = widened(out, wide_out), lse, widened(t.dout, wide_dout), t.dlse
+        laid_out = widened(out, wide_out), lse, None, widened(t.dout, wide_dout), t.dlse
         got = around.prepare_rows(t.spec, t.x, *laid_out)
         assert all(a[:70].equal(b[:70]) for a, b in zip(got[:3], want[:3], strict=True))
     dq, wide_dq = torch.empty_like(t.x.q), widened(torch.empty_like(t.x.q), columns)
@@ -148,8 +148,8 @@ def test_strides_of_any_alignment(columns: int, unit: int):
 def test_dout_that_is_one_row_for_all():
     t, out, lse = made_up(Problem(((70, 90),) * 2, 2, 2, 64, 64))
     dout = t.dout[:1, :1, :1].expand(t.dout.shape)
-    got = around.prepare_rows(t.spec, t.x, out, lse, dout, t.dlse)
-    want = around.prepare_rows(t.spec, t.x, out, lse, dout.contiguous(), t.dlse)
+    got = around.prepare_rows(t.spec, t.x, out, lse, None, dout, t.dlse)
+    want = around.prepare_rows(t.spec, t.x, out, lse, None, dout.contiguous(), t.dlse)
     assert got.minus_delta[:70].equal(want.minus_delta[:70])
 
 
@@ -194,7 +194,7 @@ def test_a_second_call_is_not_compiled_for(kernels: tuple[Kernel, Kernel]):
     for count, columns in ((90, 64), (90, 72), (85, 64)):
         q, o, dout = (widened(x[:count], columns) for x in (t.x.q, out, t.dout))
         x = t.x._replace(q=q)
-        around.finish_dq(t.spec, x, around.prepare_rows(t.spec, x, o, lse, dout, None), q)
+        around.finish_dq(t.spec, x, around.prepare_rows(t.spec, x, o, lse, None, dout, None), q)
     for kernel, first_strides in zip(kernels, (1, 2), strict=True):
         assert kernel.compiled == 1
         strides = [args[first_strides : first_strides + 3] for args in kernel.runs]
@@ -205,7 +205,7 @@ def test_a_second_call_is_not_compiled_for(kernels: tuple[Kernel, Kernel]):
 def test_another_alignment_is_compiled_for(kernels: tuple[Kernel, Kernel]):
     t, out, lse = made_up(Problem(((70, 90),), 2, 2, 64, 64))
     for columns in (64, 65):
-        around.prepare_rows(t.spec, t.x, widened(out, columns), lse, t.dout, None)
+        around.prepare_rows(t.spec, t.x, widened(out, columns), lse, None, t.dout, None)
     assert kernels[0].compiled == 2
     assert not kernels[0].runs
 

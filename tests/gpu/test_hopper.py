@@ -12,16 +12,16 @@ import torch
 from edges import EDGES, MASKS
 from problems import Problem, Size
 
-from tilewise import attention, attention_varlen, dispatch
+from tilewise import attention, attention_varlen, dispatch, dropout_mask
 
 DEVICE = "cuda"
 KERNEL = next(k for k in dispatch.KERNELS if k.name == "hopper/fa3")
 HOW = {"backend": "hopper", "algorithm": "fa3"}
 LAUNCHES = 10_000
-FUZZ = int(os.environ.get("TILEWISE_FUZZ", 3000))
-BLOCK = 30
+FUZZ = int(os.environ.get("TILEWISE_FUZZ", 10_000))
+BLOCK = 100
 SIZE = Size(
-    lengths=(129, 1, 2, 17, 64, 127, 128, 200, 320, 513, 900, 1300),
+    lengths=(129, 1, 2, 17, 64, 127, 128, 200, 320, 513, 1025),
     head_dims=(64, 128, 16, 40, 96, 111, 192, 256),
     sequences=(1, 2, 3, 0, 6),
     dtypes=("bf16", "fp16"),
@@ -68,6 +68,63 @@ def test_many_tiles_for_each_program(dims: tuple[int, int], form: str, determini
     problems.check(long, DEVICE, **HOW)
     lengths = ((500, 300), (0, 300), (1, 1), (700, 0), (300, 900), (64, 128), (129, 1500)) * 2
     problems.check(replace(p, lengths=lengths, varlen=True), DEVICE, **HOW)
+
+
+TERMS = {
+    "bias": {"bias": (True, False, True, True), "bias_holes": True},
+    "bias of keys, causal": {
+        **{"bias": (False, True, False, True), "bias_dtype": "input", "causal": True}
+    },
+    "ALiBi": {"alibi": "batch"},
+    "ALiBi, causal": {"alibi": "heads", "causal": True},
+    "sink": {"sink": "bf16", "sink_off": True},
+    "dropout": {"dropout_p": 0.3},
+    "dropout, causal": {"dropout_p": 0.3, "causal": True},
+    "dropout, keys from anywhere": {"dropout_p": 0.3, "window": (200, 50)},
+    "everything": {
+        **{"bias": (True,) * 4, "alibi": "heads", "sink": "fp32", "dropout_p": 0.2},
+        **{"softcap": 5.0, "window": (260, 90)},
+    },
+}
+
+
+@pytest.mark.parametrize("form", TERMS)
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256)])
+def test_terms(dims: tuple[int, int], form: str):
+    """Several tiles for each program, of heads and sequences that differ in what is added to scores."""
+    dtype = ("bf16", "fp16")[(list(TERMS).index(form) + dims[0] // 64) % 2]
+    p = Problem(((300, 450),) * 9, 4, 3, *dims, dtype, **TERMS[form])
+    problems.check(p, DEVICE, **HOW)
+    problems.check(replace(p, deterministic=True, lengths=((450, 300),) * 5), DEVICE, **HOW)
+    lengths = ((500, 300), (0, 300), (1, 1), (300, 0), (300, 900), (64, 128), (129, 500)) * 2
+    problems.check(replace(p, lengths=lengths, varlen=True), DEVICE, **HOW)
+
+
+@pytest.mark.parametrize("form", ["bias", "ALiBi, causal", "sink", "dropout", "everything"])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_terms_are_deterministic(dim: int, form: str):
+    p = Problem(((500, 600),) * 2, 2, 2, dim, dim, "bf16", deterministic=True, **TERMS[form])
+    t = problems.tensors(p, DEVICE)
+    first = problems.run(p, t, **HOW)
+    for _ in range(200):
+        again = problems.run(p, t, **HOW)
+        assert all(torch.equal(first[name], again[name]) for name in first)
+
+
+@pytest.mark.parametrize("low", [0, 32, 37])
+def test_dropout_is_that_of_its_witness(low: int):
+    queries, keys = 200, 224 + low
+    window = (160, None) if low else (None, None)
+    q = torch.zeros(2, queries, 4, 64, device=DEVICE, dtype=torch.float16)
+    k = torch.zeros(2, keys, 2, 64, device=DEVICE, dtype=torch.float16)
+    v = torch.zeros(2, keys, 2, 256, device=DEVICE, dtype=torch.float16)
+    v[:, torch.arange(224), :, torch.arange(224)] = 1
+    out = attention(q, k, v, window=window, dropout_p=0.3, seed=11, **HOW)
+    keep = dropout_mask(2, 4, queries, keys, dropout_p=0.3, seed=11).to(DEVICE)
+    i = torch.arange(queries, device=DEVICE)[:, None] + keys - queries
+    j = torch.arange(keys, device=DEVICE)
+    seen = j >= i - 160 if low else torch.ones(queries, keys, dtype=torch.bool, device=DEVICE)
+    assert torch.equal(out.transpose(1, 2)[..., :224] > 0, (keep & seen)[..., :224])
 
 
 @pytest.mark.parametrize("block", range(-(-FUZZ // BLOCK)))

@@ -40,6 +40,8 @@ def agenda(spec: AttentionSpec, tile_q: int, tile_k: int, programs: int) -> Agen
     heads = spec.batch * spec.heads_q
     cycles = tile_q * tile_k * 2 * (spec.head_dim + spec.head_dim_v) / schedule.FLOPS_A_CYCLE
     joining = round(schedule.JOINING / cycles, 1)
+    if spec.bias:
+        joining = math.inf  # parts do not say what rounding took from their log-sum-exps
     between = schedule.BETWEEN_QUERY_TILES / tile_k
     key = (costs, heads, heads_together(spec), programs, between, joining)
     place = (*key, spec.device)

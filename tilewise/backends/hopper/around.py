@@ -7,7 +7,6 @@ that are nobody's have a log-sum-exp of +inf, with which every weight is 0.
 
 from __future__ import annotations
 
-import math
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -16,10 +15,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tilewise import philox
 from tilewise.backends.hopper.launch import block_columns
+from tilewise.backends.hopper.units import in_units, unit_of
 from tilewise.backends.relaunch import Relaunch
 from tilewise.backends.triton.delta import delta_of_rows
-from tilewise.backends.triton.launch import Strides, lengths, on_device, strides
+from tilewise.backends.triton.launch import lengths, on_device, strides
 from tilewise.backends.triton.tile import key_span, matrix, sequence_rows
 from tilewise.schedule import hopper_backward_tile
 from tilewise.spec import AttentionSpec, Inputs
@@ -41,10 +42,11 @@ class Space(NamedTuple):
 class Prepared(NamedTuple):
     """What the backward reads, and adds to."""
 
-    lse: Tensor  # fp32, in the space, in units of log2(e)
-    minus_delta: Tensor  # fp32, in the space
+    lse: Tensor  # fp32, in the space, in units of log2(e), but natural where there is a bias
+    minus_delta: Tensor  # fp32, in the space; as before dropout scales what it keeps
     dq: Tensor  # fp32 (rows of the space, columns): 0 in every query tile that the backward visits
     taken: Tensor  # int32: how many key tiles are taken: 0, if there are queries at all
+    rest: Tensor | None  # fp32, in the space: what rounding took from lse, where there is a bias
     space: Space
 
 
@@ -115,8 +117,10 @@ def prepare_kernel(
     dlse_batch,
     dlse_row,
     dlse_head,
+    rest_ptr,  # lies as lse does, or None
     lse_rows_ptr,
     minus_delta_rows_ptr,
+    rest_rows_ptr,
     dq_rows_ptr,
     taken_ptr,
     cu_q,
@@ -129,14 +133,15 @@ def prepare_kernel(
     heads,
     left,
     right,
+    keep_scale,  # of dropout, or None
     DV: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     BLOCK_D: tl.constexpr,
     TILE_Q: tl.constexpr,
     UNIT: tl.constexpr,
 ):
-    """Of one query tile: log-sum-exp in units of log2(e), -delta = dlse - rowsum(dO * O), and zeros to
-    add dQ to, which the backward does by whole tiles. And zero: how many key tiles are taken."""
+    """Of one query tile: log-sum-exp in the units of scores, -delta = dlse - rowsum(dO * O), and zeros
+    to add dQ to, which the backward does by whole tiles. And zero: how many key tiles are taken."""
     if tl.program_id(0) == 0:
         tl.store(taken_ptr, 0)
     lengths = (cu_q, cu_k, used_q, used_k, max_q, max_k)
@@ -153,11 +158,18 @@ def prepare_kernel(
     delta = delta_of_rows(pointers, read, b, start_q, head, low + row, low, high, DV, BLOCK_DV, TILE_Q)
     lse_base = matrix(lse_ptr, (lse_batch, 1, lse_head), b, start_q, head)
     rows = low + row + tl.arange(0, TILE_Q)
-    lse = tl.load(lse_base + rows, mask=rows < high, other=INF) * LOG2E
+    lse = tl.load(lse_base + rows, mask=rows < high, other=INF)
+    if rest_ptr is None:
+        lse *= LOG2E
     lse = tl.where(lse == -INF, INF, lse)
+    if keep_scale is not None:
+        delta /= keep_scale
     at = place + tl.arange(0, TILE_Q)
     tl.store(lse_rows_ptr + at, lse)
     tl.store(minus_delta_rows_ptr + at, tl.where(lse == INF, 0.0, -delta))
+    if rest_ptr is not None:
+        rest_base = matrix(rest_ptr, (lse_batch, 1, lse_head), b, start_q, head)
+        tl.store(rest_rows_ptr + at, tl.load(rest_base + rows, mask=rows < high, other=0.0))
 
 
 @triton.jit(
@@ -221,7 +233,9 @@ def _from_fragments(dq, TILE_Q: tl.constexpr, BLOCK_D: tl.constexpr):
 def plan_prepare(spec: AttentionSpec, unit: int) -> Relaunch:
     """How to launch ``prepare_kernel``. unit: of strides."""
     block_dv = max(16, triton.next_power_of_2(spec.head_dim_v))
-    return _plan(spec, unit, {"DV": spec.head_dim_v, "BLOCK_DV": block_dv})
+    scale = philox.keep_scale(spec.dropout_p) if spec.dropout_p > 0 else None
+    sizes = {"DV": spec.head_dim_v, "BLOCK_DV": block_dv}
+    return _plan(spec, unit, {"keep_scale": scale, **sizes})
 
 
 @lru_cache(maxsize=1024)
@@ -242,23 +256,19 @@ def _plan(spec: AttentionSpec, unit: int, arguments: dict[str, Any]) -> Relaunch
     return Relaunch(programs, band | arguments | sizes, options)
 
 
-def unit_of(*steps: int) -> int:
-    """The most elements, up to the 8 of one access, of which all strides are multiples. Kernels that are
-    launched again are compiled for that, not for the strides."""
-    return math.gcd(8, *steps)
-
-
-def in_units(steps: Strides, unit: int) -> list[int]:
-    """Strides in units of so many elements."""
-    return [step // unit for step in steps]
-
-
 def prepare_rows(
-    spec: AttentionSpec, x: Inputs, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
+    spec: AttentionSpec,
+    x: Inputs,
+    out: Tensor,
+    lse: Tensor,
+    rest: Tensor | None,
+    dout: Tensor,
+    dlse: Tensor | None,
 ) -> Prepared:
-    """Row statistics and an accumulator of dQ, in their space."""
+    """Row statistics and an accumulator of dQ, in their space. rest: what rounding took from lse."""
     space = space_of(spec, x.q.shape[0])
     lse_rows, minus_delta_rows = (lse.new_empty(max(space.rows, 1)) for _ in range(2))
+    rest_rows = None if rest is None else torch.empty_like(lse_rows)
     dq_rows = lse.new_empty(space.rows, space.columns)
     taken = lse.new_empty(1, dtype=torch.int32)
     out_strides, dout_strides = strides(spec, out), strides(spec, dout)
@@ -276,14 +286,16 @@ def prepare_rows(
                 *strides(spec, lse)[::2],
                 dlse,
                 *strides(spec, dlse),
+                rest,
                 lse_rows,
                 minus_delta_rows,
+                rest_rows,
                 dq_rows,
                 taken,
                 *lengths(spec, x),
                 space.of_head,
             )
-    return Prepared(lse_rows, minus_delta_rows, dq_rows, taken, space)
+    return Prepared(lse_rows, minus_delta_rows, dq_rows, taken, rest_rows, space)
 
 
 def finish_dq(spec: AttentionSpec, x: Inputs, rows: Prepared, dq: Tensor) -> None:

@@ -34,23 +34,37 @@ from tilewise.backends.hopper.backward_parts import (
     add_dq,
     afresh,
     first_query_tile,
+    load_added,
     make_buffers,
     masked,
     next_query_tile,
     produce,
     spread_over_keys,
     start_dq,
+    start_dropout,
     store_gradient,
+    weights,
+    with_dropout,
     with_key_tile,
 )
 from tilewise.backends.hopper.backward_wide import differentiate, weigh
 from tilewise.backends.hopper.launch_backward import launch_backward
 from tilewise.backends.hopper.order import watch
+from tilewise.backends.hopper.terms import (
+    UNSPECIALIZED,
+    kept,
+    load_dropout_key,
+    scale_of_kept,
+    score_gradients,
+)
 from tilewise.backends.hopper.tile import (
     logits,
     next_key_tile,
     softcap_slope,
 )
+from tilewise.backends.triton.bias_gradient import fill_bias_gradient
+from tilewise.backends.triton.delta import row_delta
+from tilewise.backends.triton.terms import sink_gradient
 from tilewise.gluon.queue import make_queue
 from tilewise.gluon.ring import make_ring
 from tilewise.gluon.turns import make_turns
@@ -74,9 +88,11 @@ def consume(
     ROWS: gl.constexpr = shared[2][0].shape[1]
     base = gl.program_id(0) * 0  # steps before those of a key tile
     kv, place = base, base  # loads of K and V, and key tiles
+    terms = problem[4]
+    dropout_key = load_dropout_key(terms)
     t, tile, runs = next_key_tile(queue, place, 4)
     while t >= 0:
-        work = (tile, runs, problem)
+        work = (tile, runs, problem, dropout_key)
         dk, dv = visit_queries(
             W, base, kv, with_key_tile(shared, kv), work, factors, turns, KV_IN_REGISTERS
         )
@@ -85,7 +101,7 @@ def consume(
         kv += min(steps, 1)
         row = tile[2] + W * ROWS
         store_gradient(dk * factors[2], 0, ds_ring, W, base, results[0], tile, row)
-        store_gradient(dv, 0, ds_ring, W, base, results[1], tile, row)
+        store_gradient(dv * scale_of_kept(terms), 0, ds_ring, W, base, results[1], tile, row)
         place += 1
         t, tile, runs = next_key_tile(queue, place, 4)
 
@@ -97,7 +113,7 @@ def visit_queries(
     """What all queries that see a key tile add to dK and dV. base, kv: as in ``consume``."""
     ring, beside, once, ds_ring, dq_rows = shared
     k_s, v_s, kv_ring = once[0], once[1], once[2]
-    tile, runs, problem = work
+    tile, runs, problem, dropout_key = work
     TILE_Q: gl.constexpr = ring.buffer.shape[1]
     ROWS: gl.constexpr = k_s.shape[1]
     dk, dv = accumulator(ROWS, k_s.shape[2]), accumulator(ROWS, v_s.shape[2])
@@ -110,14 +126,14 @@ def visit_queries(
             keys = (k_s.index(once[3] + W).load(left_operand), v_s.index(once[3] + W).load(left_operand))
         else:
             keys = None
-        n, row = first_query_tile(tile, runs, problem, shared)
-        state = (dk, dv)
-        dk, dv = visit(W, base, n, row, keys, state, shared, work, factors, turns, FIRST=True)
+        n, row, head = first_query_tile(tile, runs, problem, shared)
+        at = (base, n, head, row)
+        dk, dv = visit(W, at, keys, (dk, dv), shared, work, factors, turns, FIRST=True)
         for step in range(base + 1, base + steps):
             before = row
-            n, row = next_query_tile(n, row, runs, shared)
-            state = (dk, dv)
-            dk, dv = visit(W, step, n, before, keys, state, shared, work, factors, turns, FIRST=False)
+            n, row, head = next_query_tile(n, row, head, runs, shared)
+            at = (step, n, head, before)
+            dk, dv = visit(W, at, keys, (dk, dv), shared, work, factors, turns, FIRST=False)
         last = base + steps - 1
         ds_ring.wait_full(last)
         dq = warpgroup_mma_wait(0, [start_my_dq(W, last, shared)])
@@ -130,9 +146,7 @@ def visit_queries(
 @gluon.jit
 def visit(
     W: gl.constexpr,
-    step,
-    n,
-    before,
+    at,
     keys,
     state,
     shared,
@@ -141,17 +155,20 @@ def visit(
     turns,
     FIRST: gl.constexpr,
 ):
-    """What query tile n adds to dK and dV; and dQ of the tile before, unless this is the first.
+    """What a query tile adds to dK and dV; and dQ of the tile before, unless this is the first.
 
-    before: the first row of that one in the space of ``around``. keys: K and V, if in registers.
+    at: the step, which query tile of which head it is, and the first row of the one before in the space
+    of ``around``. keys: K and V, if in registers.
     turns: in which consumers begin a step's products, so that one's softmax always falls into the
     other's products, and it is not left to chance in which phase they run against each other.
     """
+    step, n, head, before = at
     ring, beside, once, ds_ring, dq_rows = shared
-    dout_s, lse_s, minus_delta_s = beside
+    dout_s, lse_s, minus_delta_s, rest_s = beside
     dk, dv = state
-    tile, runs, problem = work
-    scale, softcap, gradient_scale = factors
+    tile, runs, problem, dropout_key = work
+    terms = problem[4]
+    scale, softcap, gradient_scale, large_cap = factors
     if keys is not None:
         k, v = keys
     else:
@@ -165,6 +182,7 @@ def visit(
     q = ring.wait_full(step)
     st = step % ring.stages
     dout = dout_s.index(st)
+    keeps = start_dropout(n, head, W, work, scores, ROWS, TILE_Q)
     mbarrier.wait(turns.index(W), step & 1)
     s_token = warpgroup_mma(
         k, q.permute((1, 0)), accumulator(ROWS, TILE_Q), use_acc=False, is_async=True
@@ -174,16 +192,18 @@ def visit(
     dp_token = warpgroup_mma(v, dout.permute((1, 0)), dp, is_async=True)
     mbarrier.arrive(turns.index(1 - W), count=1)
     lse = lse_s.index(st).load(per_query)
+    to_add = load_added(n, head, W, work, scores, ROWS, TILE_Q)
     s = warpgroup_mma_wait(1, [s_token])
-    s, factor = logits(s, scale, softcap)
-    p = gl.exp2(s * factor - lse[None, :])
+    s, factor = logits(s, scale, softcap, large_cap)
+    p = weights(s, factor, to_add, n, W, lse, rest_s, st, work)
+    p = with_dropout(p, keeps, n, head, W, work)
     p = masked(p, n, W, tile, runs, problem, CONSUMERS * ROWS)
-    p_left = gl.convert_layout(p.to(DTYPE), gl.DotOperandLayout(0, dv.type.layout, 2))
+    p_left = gl.convert_layout(kept(p, terms).to(DTYPE), gl.DotOperandLayout(0, dv.type.layout, 2))
     if softcap is not None:
         p *= softcap_slope(s, softcap)
     dv_token = warpgroup_mma(p_left, dout, dv, is_async=True)
     dp = warpgroup_mma_wait(1, [dp_token])
-    ds = (p * dp).to(DTYPE)
+    ds = score_gradients(p, dp, minus_delta_s.index(st), terms).to(DTYPE)
     if not FIRST:
         ds_ring.wait_full(step - 1)
     ds_ring.wait_empty(step)
@@ -231,6 +251,7 @@ def add_my_dq(W: gl.constexpr, dq, row, shared):
         *("max_q", "max_k", "heads", "group", "batch_heads", "together"),
         *("left", "right", "columns_d", "columns_dv", "rows_of_head", "rows_of_entry"),
         *("dk_batch", "dk_row", "dk_head", "dv_batch", "dv_row", "dv_head"),
+        *UNSPECIALIZED,
     ]
 )
 def backward_kernel(
@@ -240,6 +261,7 @@ def backward_kernel(
     dout_desc,
     lse_desc,
     minus_delta_desc,
+    rest_desc,  # of what rounding took from lse, or None
     taken,  # how many key tiles are
     progress,  # see ``order``, or None
     dq_ptr,
@@ -251,6 +273,18 @@ def backward_kernel(
     dv_batch,
     dv_row,
     dv_head,
+    bias_ptr,  # from here on ``Terms``
+    bias_batch,
+    bias_head,
+    bias_row,
+    bias_key,
+    slopes_ptr,
+    slopes_batch,
+    sink_ptr,
+    dropout_key,
+    threshold,
+    keep_scale,
+    unaligned,  # None: see ``given_terms``
     cu_q,
     cu_k,
     used_q,
@@ -265,6 +299,7 @@ def backward_kernel(
     right,
     scale,
     softcap,
+    large_cap,  # 1: see ``logits``
     gradient_scale,
     columns_d,  # in units as well
     columns_dv,
@@ -299,17 +334,39 @@ def backward_kernel(
         KV_STAGES,
         DS_STAGES,
         progress is not None,
+        rest_desc is not None,
+    )
+    terms = (
+        bias_ptr,
+        bias_batch,
+        bias_head,
+        bias_row,
+        bias_key,
+        slopes_ptr,
+        slopes_batch,
+        sink_ptr,
+        dropout_key,
+        threshold,
+        keep_scale,
+        unaligned,
     )
     lengths = (cu_q, cu_k, used_q, used_k, max_q, max_k)
     tiles = batch_heads * gl.cdiv(max_k, TILE_K)
-    problem = ((tiles, progress), lengths, (heads, group, batch_heads, together), (left, right))
-    inputs = (k_desc, v_desc, q_desc, dout_desc, lse_desc, minus_delta_desc)
+    problem = (
+        (tiles, progress),
+        lengths,
+        (heads, group, batch_heads, together),
+        (left, right),
+        terms,
+    )
+    inputs = (k_desc, v_desc, q_desc, dout_desc, lse_desc, minus_delta_desc, rest_desc)
     dk_to = (dk_ptr, (dk_batch, dk_row, dk_head), columns_d, UNIT_D)
     dv_to = (dv_ptr, (dv_batch, dv_row, dv_head), columns_dv, UNIT_DV)
     results = (dk_to, dv_to)
-    factors = (scale, softcap, gradient_scale)
+    factors = (scale, softcap, gradient_scale, large_cap)
     shared = (ring, beside, once, ds_ring, (dq_ptr, rows_of_head))
-    queue = make_queue("tiles", 15, 1, CONSUMERS + (1 if progress is not None else 0))
+    PLACED: gl.constexpr = bias_ptr is not None or slopes_ptr is not None or dropout_key is not None
+    queue = make_queue("tiles", 18 if PLACED else 15, 1, CONSUMERS + (1 if progress is not None else 0))
     if P_STAGES > 0:
         scores: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE_K, TILE_Q], DTYPE)
         # Times the slope of a softcap it is passed on in two numbers: sums of it may cancel.
@@ -349,7 +406,14 @@ def backward(
     dlse: Tensor | None,
     grads: Gradients,
 ) -> None:
-    """Fill grads.q, grads.k and grads.v. See ``tilewise.dispatch.Kernel``."""
-    rows = prepare_rows(spec, x, out, lse, dout, dlse)
+    """Fill grads. See ``tilewise.dispatch.Kernel``."""
+    rest = saved[0] if spec.bias else None
+    rows = prepare_rows(spec, x, out, lse, rest, dout, dlse)
     launch_backward(backward_kernel, spec, x, dout, rows, grads)
     finish_dq(spec, x, rows, grads.q)
+    if grads.bias is not None or grads.sink is not None:
+        delta = row_delta(spec, x, out, dout, dlse, lse)
+        if grads.bias is not None:
+            fill_bias_gradient(spec, x, (x.q, x.k, x.v, dout, lse, delta, rest), grads.bias)
+        if grads.sink is not None and x.sink is not None:
+            grads.sink.copy_(sink_gradient(x.sink, lse, delta, rest))

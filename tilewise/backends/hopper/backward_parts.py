@@ -14,6 +14,19 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
 from tilewise.backends.hopper.launch_backward import CONSUMERS as _CONSUMERS
 from tilewise.backends.hopper.order import count_added, count_last_added
+from tilewise.backends.hopper.terms import (
+    BIAS,
+    DROPOUT_KEY,
+    SLOPES,
+    UNALIGNED,
+    added,
+    keeps_of_blocks,
+    load_bias,
+    load_slope,
+    marked_by_blocks,
+    marked_by_pairs,
+    powers_of_near,
+)
 from tilewise.backends.hopper.tile import columns_of, query_range, store_rows, take_key_tile
 from tilewise.gluon.compat import label_stages, tma_load
 from tilewise.gluon.ragged import coordinates
@@ -34,6 +47,7 @@ def make_buffers(
     KV_STAGES: gl.constexpr,
     DS_STAGES: gl.constexpr,
     ORDERED: gl.constexpr,
+    NATURAL: gl.constexpr,
 ):
     """The first four of ``shared``. statistics: layout of the row statistics."""
     ROWS: gl.constexpr = 64
@@ -55,7 +69,11 @@ def make_buffers(
     label_stages(lse_s, "lse")
     label_stages(minus_delta_s, "-delta")
     label_stages(v_s, "V")
-    return ring, (dout_s, lse_s, minus_delta_s), (kv_ring.buffer, v_s, kv_ring), ds_ring
+    rest_s = ()
+    if NATURAL:
+        rest_s = gl.allocate_shared_memory(gl.float32, [STAGES, TILE_Q], statistics)
+        label_stages(rest_s, "rest of lse")
+    return ring, (dout_s, lse_s, minus_delta_s, rest_s), (kv_ring.buffer, v_s, kv_ring), ds_ring
 
 
 @gluon.jit
@@ -83,10 +101,10 @@ def load_key_tile(inputs, t, work, base, kv, shared, TILE_K: gl.constexpr, RAGGE
     ring, beside, once, ds_ring, dq_rows = shared
     tile, runs, problem = work
     rows_of_head = dq_rows[1]
-    k_desc, v_desc, q_desc, dout_desc, lse_desc, minus_delta_desc = inputs
-    dout_s, lse_s, minus_delta_s = beside
+    k_desc, v_desc, q_desc, dout_desc, lse_desc, minus_delta_desc, rest_desc = inputs
+    dout_s, lse_s, minus_delta_s, rest_s = beside
     k_s, v_s, kv_ring = once
-    b, kv_head, k_start, start_q, seqlen_q, start_k, seqlen_k, seen_k, seen_q, pad = tile
+    b, kv_head, k_start, start_q, seqlen_q, start_k, seqlen_k, seen_k, seen_q, pad = tile[:10]
     group = problem[2][1]
     entry_q, entry_k = problem[1][4], problem[1][5]
     TILE_Q: gl.constexpr = ring.buffer.shape[1]
@@ -100,11 +118,9 @@ def load_key_tile(inputs, t, work, base, kv, shared, TILE_K: gl.constexpr, RAGGE
         at = coordinates(b, kv_head, start_k, row, 0, seen_k, entry_k, RAGGED)
         kv_ring.load(kv, k_desc, at, w)
         load_beside(kv_ring, kv, v_desc, at, v_s, w)
+    STATISTICS: gl.constexpr = 2 if rest_desc is None else 3
     nbytes: gl.constexpr = (
-        q_desc.block_type.nbytes
-        + dout_desc.block_type.nbytes
-        + lse_desc.block_type.nbytes
-        + minus_delta_desc.block_type.nbytes
+        q_desc.block_type.nbytes + dout_desc.block_type.nbytes + lse_desc.block_type.nbytes * STATISTICS
     )
     for step in range(count * group):
         head = kv_head * group + step // count
@@ -117,6 +133,8 @@ def load_key_tile(inputs, t, work, base, kv, shared, TILE_K: gl.constexpr, RAGGE
         load_beside(ring, i, dout_desc, at, dout_s)
         load_beside(ring, i, lse_desc, [statistic], lse_s)
         load_beside(ring, i, minus_delta_desc, [statistic], minus_delta_s)
+        if rest_desc is not None:
+            load_beside(ring, i, rest_desc, [statistic], rest_s)
         count_added(t, step, ring, problem, TILE_K)
     count_last_added(t, base, count * group, kv, shared, problem, TILE_K)
 
@@ -138,16 +156,17 @@ def with_key_tile(shared, kv):
 
 @gluon.jit
 def first_query_tile(tile, runs, problem, shared):
-    """The last query tile of the first head, where the walk begins: see ``order``. And its first row in
-    the space of ``around``."""
+    """The last query tile of the first head, where the walk begins: see ``order``. Its number, its first
+    row in the space of ``around``, and the head."""
     rows_of_head = shared[4][1]
     TILE_Q: gl.constexpr = shared[0].buffer.shape[1]
     n = runs[3] - 1
-    return n, tile[1] * problem[2][1] * rows_of_head + tile[9] + n * TILE_Q
+    head = tile[1] * problem[2][1]
+    return n, head * rows_of_head + tile[9] + n * TILE_Q, head
 
 
 @gluon.jit
-def next_query_tile(n, row, runs, shared):
+def next_query_tile(n, row, head, runs, shared):
     """The query tile before n, which begins with a row: of the same head, or the last of the next."""
     rows_of_head = shared[4][1]
     TILE_Q: gl.constexpr = shared[0].buffer.shape[1]
@@ -156,7 +175,76 @@ def next_query_tile(n, row, runs, shared):
     if n < runs[0]:
         n = runs[3] - 1
         row += rows_of_head + (runs[3] - runs[0]) * TILE_Q
-    return n, row
+        head += 1
+    return n, row, head
+
+
+@gluon.jit
+def load_added(n, head, part, work, layout: gl.constexpr, ROWS: gl.constexpr, TILE_Q: gl.constexpr):
+    """What is added to the scores of a part of the key tile, 64 keys, and query tile n: the slope of
+    ALiBi and a tile of the bias. To be loaded while the product is under way."""
+    tile, terms = work[0], work[2][4]
+    slope, bias = 0.0, ()
+    if terms[BIAS] is not None or terms[SLOPES] is not None:
+        entry, q_low, k_low = tile[10:]
+        i = q_low + n * TILE_Q + gl.arange(0, TILE_Q, gl.SliceLayout(0, layout))
+        j = (k_low + tile[2] + part * ROWS, gl.arange(0, ROWS, gl.SliceLayout(1, layout))[:, None])
+        lengths = (q_low + tile[4], k_low + tile[6])
+        bias = load_bias(i[None, :], j, entry, head, lengths, terms, UNIT=0, INSIDE=False)
+        slope = load_slope(head, entry, terms)
+    return slope, bias
+
+
+@gluon.jit
+def weights(s, factor, to_add, n, part, lse, rest_s, st, work):
+    """P^T of a part of the key tile and query tile n, before masks. rest_s: buffers of what rounding
+    took from lse, where there is a bias."""
+    tile, terms = work[0], work[2][4]
+    slope, bias = to_add
+    ROWS: gl.constexpr = s.shape[0]
+    TILE_Q: gl.constexpr = s.shape[1]
+    layout: gl.constexpr = s.type.layout
+    j = tile[2] + part * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    i = n * TILE_Q + gl.arange(0, TILE_Q, gl.SliceLayout(0, layout))
+    i, j = (i + (tile[6] - tile[4]))[None, :], j[:, None]  # a query is the key at no distance
+    if terms[BIAS] is not None:
+        s, factor = added(s, factor, bias, slope, i, j, terms)
+        rest = rest_s.index(st).load(gl.SliceLayout(0, layout))
+        return gl.exp2(((s - lse[None, :]) - rest[None, :]) * factor)
+    else:
+        return powers_of_near(s, factor, lse[None, :], slope, i, j, terms)
+
+
+@gluon.jit
+def start_dropout(n, head, part, work, scores: gl.constexpr, KEYS: gl.constexpr, TILE_Q: gl.constexpr):
+    """What ``with_dropout`` will need: computed before there are scores, which take its registers."""
+    terms = work[2][4]
+    keeps = ()
+    if terms[DROPOUT_KEY] is not None:
+        if terms[UNALIGNED] is None:
+            at = _corner(n, head, part, work[0], KEYS, TILE_Q)
+            keeps = keeps_of_blocks(scores, KEYS, TILE_Q, work[3], at, terms)
+    return keeps
+
+
+@gluon.jit
+def with_dropout(p, keeps, n, head, part, work):
+    """Weights, negative where dropout takes them."""
+    terms = work[2][4]
+    if terms[DROPOUT_KEY] is not None:
+        if terms[UNALIGNED] is None:
+            p = marked_by_blocks(p, keeps)
+        else:
+            at = _corner(n, head, part, work[0], p.shape[0], p.shape[1])
+            p = marked_by_pairs(p, work[3], at, terms)
+    return p
+
+
+@gluon.jit
+def _corner(n, head, part, tile, KEYS: gl.constexpr, TILE_Q: gl.constexpr):
+    """The first query and key of a tile of weights in their sequences; which of those; the head."""
+    entry, q_low, k_low = tile[10:]
+    return q_low + n * TILE_Q, k_low + tile[2] + part * KEYS, entry, head
 
 
 @gluon.jit

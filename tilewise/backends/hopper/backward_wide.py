@@ -11,9 +11,10 @@ all columns are one product each: in halves they take more registers than Triton
 
 Each has in registers what its last product takes from the left, and works as much as the other whatever
 the head dims. P^T goes from the first to the second through shared memory, in the inputs' dtype, as
-plain PyTorch has it; with softcap the slope is in it already, for dV takes the weights from registers,
-and what rounding takes from the two goes along. dS^T goes there for dQ, of whose columns each computes
-half: the first a query tile late, so that it never waits for dS of the weights it has just handed over.
+plain PyTorch has it, negative where dropout takes a weight; with softcap the slope is in it already, for
+dV takes the weights from registers, and what rounding takes from the two goes along. dS^T goes there for
+dQ, of whose columns each computes half: the first a query tile late, so that it never waits for dS of
+the weights it has just handed over.
 Both begin dQ before their own gradient, under which it is then added to memory.
 """
 
@@ -31,12 +32,22 @@ from tilewise.backends.hopper.backward_parts import (
     add_dq,
     afresh,
     first_query_tile,
+    load_added,
     masked,
     next_query_tile,
     spread_over_keys,
     start_dq,
+    start_dropout,
     store_gradient,
+    weights,
+    with_dropout,
     with_key_tile,
+)
+from tilewise.backends.hopper.terms import (
+    kept,
+    load_dropout_key,
+    scale_of_kept,
+    score_gradients,
 )
 from tilewise.backends.hopper.tile import logits, next_key_tile, softcap_slope
 
@@ -56,23 +67,25 @@ def weigh(
     ring, beside, once, ds_ring, dq_rows = shared
     kv_ring = once[2]
     DQ_COLUMNS: gl.constexpr = once[0].shape[2] // 2
+    terms = problem[4]
+    dropout_key = load_dropout_key(terms)
     base = gl.program_id(0) * 0  # steps before those of a key tile
     kv, place = base, base  # loads of K and V, and key tiles
     t, tile, runs = next_key_tile(queue, place, 4)
     while t >= 0:
-        work = (tile, runs, problem)
+        work = (tile, runs, problem, dropout_key)
         dv = no_gradient(once[1], FILLED_DV)
         steps = (runs[3] - runs[0]) * problem[2][1]
         if steps > 0:
             kv_ring.wait_full(kv)
             mine = with_key_tile(shared, kv)
-            n, row = first_query_tile(tile, runs, problem, shared)
-            at = (base, n, row)
+            n, row, head = first_query_tile(tile, runs, problem, shared)
+            at = (base, n, head, row)
             dv = visit_weights(at, dv, mine, p_ring, work, factors, FILLED_D, FIRST=True)
             for step in range(base + 1, base + steps):
                 before = row
-                n, row = next_query_tile(n, row, runs, shared)
-                at = (step, n, before)
+                n, row, head = next_query_tile(n, row, head, runs, shared)
+                at = (step, n, head, before)
                 dv = visit_weights(at, dv, mine, p_ring, work, factors, FILLED_D, FIRST=False)
             last = base + steps - 1
             ds_ring.wait_full(last)
@@ -82,7 +95,7 @@ def weigh(
             kv_ring.release(kv)
             kv += 1
         base += steps
-        store_gradients(dv, 1.0, p_ring, base, to, tile)
+        store_gradients(dv, scale_of_kept(terms), p_ring, base, to, tile)
         place += 1
         t, tile, runs = next_key_tile(queue, place, 4)
 
@@ -110,10 +123,11 @@ def differentiate(
         if steps > 0:
             kv_ring.wait_full(kv)
             mine = with_key_tile(shared, kv)
-            n, row = first_query_tile(tile, runs, problem, shared)
+            n, row, head = first_query_tile(tile, runs, problem, shared)
             for step in range(base, base + steps):
-                dk = visit_gradients(step, row, dk, mine, p_ring, factors, FILLED_D, FILLED_DV)
-                n, row = next_query_tile(n, row, runs, shared)
+                at = (step, row)
+                dk = visit_gradients(at, dk, mine, p_ring, problem, factors, FILLED_D, FILLED_DV)
+                n, row, head = next_query_tile(n, row, head, runs, shared)
             kv_ring.release(kv)
             kv += 1
         base += steps
@@ -221,13 +235,14 @@ def visit_weights(
     """The weights of a query tile, and what they add to dV; half of dQ of the tile before, unless this
     is the first.
 
-    at: which step and query tile it is, and the first row of the one before in the space of ``around``.
+    at: the step, which query tile of which head it is, and the first row of the one before in the space
+    of ``around``.
     """
-    step, n, before = at
-    tile, runs, problem = work
+    step, n, head, before = at
+    tile, runs, problem, dropout_key = work
     ring, beside, once, ds_ring, dq_rows = shared
-    dout_s, lse_s, minus_delta_s = beside
-    scale, softcap, gradient_scale = factors
+    dout_s, lse_s, minus_delta_s, rest_s = beside
+    scale, softcap, gradient_scale, large_cap = factors
     DTYPE: gl.constexpr = ring.buffer.dtype
     TILE_Q: gl.constexpr = ring.buffer.shape[1]
     TILE_K: gl.constexpr = once[0].shape[1]
@@ -236,13 +251,16 @@ def visit_weights(
     q = ring.wait_full(step)
     st = step % ring.stages
     k = once[0].index(once[3] + afresh(step))
+    keeps = start_dropout(n, head, 0, work, scores, TILE_K, TILE_Q)
     s_token = start_scores(k, q, accumulator(TILE_K, TILE_Q), FILLED_D, ADD=False)
     lse = lse_s.index(st).load(gl.SliceLayout(0, scores))
+    to_add = load_added(n, head, 0, work, scores, TILE_K, TILE_Q)
     s = warpgroup_mma_wait(0, [s_token])
-    s, factor = logits(s, scale, softcap)
-    p = gl.exp2(s * factor - lse[None, :])
+    s, factor = logits(s, scale, softcap, large_cap)
+    p = weights(s, factor, to_add, n, 0, lse, rest_s, st, work)
+    p = with_dropout(p, keeps, n, head, 0, work)
     p = masked(p, n, 0, tile, runs, problem, TILE_K)
-    weights = p.to(DTYPE)
+    kept_p = kept(p, problem[4]).to(DTYPE)
     if softcap is not None:
         p *= softcap_slope(s, softcap)
     p_ring.wait_empty(step)
@@ -252,27 +270,30 @@ def visit_weights(
     p_ring.hand_over(step)
     dout = dout_s.index(st)
     if FIRST:
-        dv = wait_for_gradient(start_gradient(weights, dout, dv))
+        dv = wait_for_gradient(start_gradient(kept_p, dout, dv))
     else:
-        dv = add_products(0, DQ_COLUMNS, weights, dout, dv, step - 1, before, shared)
+        dv = add_products(0, DQ_COLUMNS, kept_p, dout, dv, step - 1, before, shared)
     ring.release(step)
     return dv
 
 
 @gluon.jit
 def visit_gradients(
-    step,
-    row,
+    at,
     dk,
     shared,
     p_ring,
+    problem,
     factors,
     FILLED_D: gl.constexpr,
     FILLED_DV: gl.constexpr,
 ):
-    """What a query tile adds to dK, and half of its dQ. row: its first in the space of ``around``."""
+    """What a query tile adds to dK, and half of its dQ. at: the step, and the tile's first row in the
+    space of ``around``."""
+    step, row = at
+    terms = problem[4]
     ring, beside, once, ds_ring, dq_rows = shared
-    dout_s, lse_s, minus_delta_s = beside
+    dout_s, lse_s, minus_delta_s, rest_s = beside
     DTYPE: gl.constexpr = ring.buffer.dtype
     TILE_Q: gl.constexpr = ring.buffer.shape[1]
     TILE_K: gl.constexpr = once[0].shape[1]
@@ -288,7 +309,7 @@ def visit_gradients(
     if p_ring.parts > 1:
         p += p_ring.stage(step, 1).load(scores).to(gl.float32)
     dp = warpgroup_mma_wait(0, [dp_token])
-    ds = (p * dp).to(DTYPE)
+    ds = score_gradients(p, dp, minus_delta_s.index(st), terms).to(DTYPE)
     ds_ring.wait_empty(step)
     ds_ring.stage(step).store(ds)
     ds_ring.hand_over(step)

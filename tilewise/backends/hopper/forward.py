@@ -12,6 +12,9 @@ first key tile, or 0 if it sees none of that, and keeps it: no maxima, no rescal
 short that the other consumers' products cover it. bf16 has the exponents of fp32, so weights above 1
 are as exact as weights below. Only a score 2**127 times as heavy as the anchor is too much, or scores
 that all are far below 0: then the program computes its tiles again with the running maximum.
+
+With ALiBi the anchor is a score without it, as the key that a row looks at most may be far from those
+of its first tile. With a bias, which may be anything, there is none.
 """
 
 from __future__ import annotations
@@ -28,6 +31,22 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from tilewise.backends.hopper.launch import ROWS as _ROWS
 from tilewise.backends.hopper.launch import launch_forward
+from tilewise.backends.hopper.terms import (
+    BIAS,
+    SINK,
+    UNSPECIALIZED,
+    added,
+    dropped,
+    load_bias,
+    load_dropout_key,
+    load_sink,
+    load_slope,
+    powers_of_near,
+    rows_layout,
+    scale_of_kept,
+    with_sink,
+    words_of_rows,
+)
 from tilewise.backends.hopper.tile import (
     claimed_tile,
     columns_of,
@@ -98,16 +117,20 @@ def deal_tiles(queue, problem, ticket, how: gl.constexpr, TILE_K: gl.constexpr, 
             runs = part_of_runs(runs, runs[0] + first, runs[0] + stop)
         more = t < tiles
         stop = gl.where(more, runs[3], 0)
-        queue.put(ticket + turn, tile + (runs[0], runs[1], runs[2], stop, part), 1)  # noqa: RUF005
+        numbers = tile[:8] + (runs[0], runs[1], runs[2], stop, part) + tile[8:]  # noqa: RUF005
+        queue.put(ticket + turn, numbers, 1)
         turn += 1
     return ticket + turn
 
 
 @gluon.jit
 def next_tile(queue, ticket, WARPS: gl.constexpr):
-    """What the dealer tells: a query tile, its runs of key tiles, its part."""
+    """What the dealer tells: a query tile, its runs of key tiles, its part. Which sequence it is, and
+    how many keys come before it, only where the queue has room for it."""
     n = queue.get(ticket, WARPS)
-    tile = (n[0], n[1], n[2], n[3], n[4], n[5], n[6], n[7])
+    tile = n[:8] + (n[0] * 0, n[0] * 0)  # noqa: RUF005
+    if queue.width > 13:
+        tile = n[:8] + n[13:]
     return tile, (n[8], n[9], n[10], n[11]), n[12]
 
 
@@ -137,7 +160,7 @@ def load_tiles(inputs, rings, queue, problem, start, how: gl.constexpr):
     turn = step * 0
     tile, runs, part = next_tile(queue, ticket, 1)
     while runs[3] > 0:
-        b, head, q_start, start_q, seqlen_q, start_k, seqlen_k, seen_k = tile
+        b, head, q_start, start_q, seqlen_q, start_k, seqlen_k, seen_k = tile[:8]
         kv_head = head // problem[2][1]
         for back in range(runs[3] - runs[0]):
             row = (runs[3] - 1 - back) * TILE_K
@@ -212,10 +235,9 @@ def attend(W: gl.constexpr, shared, start, how: gl.constexpr, ANCHORED: gl.const
     start: as for load_tiles. Returns the next start and, for each row, how many outputs were lost to
     the anchor.
     """
-    results, rings, problem, factors, turns, queue = shared
+    results, rings, problem, factors, turns, queue, terms = shared
     q_ring, k_ring, v_ring = rings
     q_step, step, ticket = start
-    scale, softcap = factors
     left, right = problem[3]
     CONSUMERS: gl.constexpr = how[0]
     Q_IN_REGISTERS: gl.constexpr = how[1]
@@ -223,7 +245,9 @@ def attend(W: gl.constexpr, shared, start, how: gl.constexpr, ANCHORED: gl.const
     TILE_K: gl.constexpr = k_ring.buffer.shape[1]
     BLOCK_DV: gl.constexpr = v_ring.buffer.shape[2]
     MASKED: gl.constexpr = left is not None or right is not None  # else only the last key tile is
-    EXACT: gl.constexpr = not ANCHORED and q_ring.buffer.dtype == gl.bfloat16  # the second attempt
+    NATURAL: gl.constexpr = terms[BIAS] is not None
+    # The second attempt; or with a bias, of which little might be left.
+    EXACT: gl.constexpr = not ANCHORED and (q_ring.buffer.dtype == gl.bfloat16 or NATURAL)
     kind: gl.constexpr = (ANCHORED, EXACT)
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE_K, 16])
     output: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_DV, 16])
@@ -236,8 +260,10 @@ def attend(W: gl.constexpr, shared, start, how: gl.constexpr, ANCHORED: gl.const
     # Before the first query tile comes one that lies past all ends: nothing of it is stored.
     out = gl.zeros([ROWS, BLOCK_DV], DTYPE, output)
     lse = gl.zeros([ROWS], gl.float32, per_row)
+    rest = lse
     doubt = lost_rows
-    done = (tile[0], tile[1], tile[2] * 0 + NOWHERE, tile[3], tile[4], tile[5], tile[6], tile[7])
+    done = tile[:2] + (tile[2] * 0 + NOWHERE,) + tile[3:]  # noqa: RUF005
+    dropout_key = load_dropout_key(terms)
 
     while runs[3] > 0:
         turn += 1
@@ -250,21 +276,27 @@ def attend(W: gl.constexpr, shared, start, how: gl.constexpr, ANCHORED: gl.const
         q = load_q(q_ring, number, scores, Q_IN_REGISTERS)
         k_ring.wait_full(step)
         s = start_scores(q, q_ring, k_ring, step, scores, Q_IN_REGISTERS)
-        lost_rows += store(W, (out, lse, doubt), rows, done, results, problem, how)
+        lost_rows += store(W, (out, lse, rest, doubt), rows, done, results, problem, terms, how)
+        n = mine[3] - 1
+        i = tile[2] + rows
+        at = (keys, i, tile, load_slope(tile[1], tile[8], terms), dropout_key)
+        bias = load_bias_of(W, n, at, problem, terms, how, False)
+        dropout = words_of_rows(scores, ROWS, TILE_K, dropout_key, corner(W, n, at, problem), terms)
         s = warpgroup_mma_wait(0, [s])
         k_ring.release(step)
         release_q(q_ring, number, Q_IN_REGISTERS)
-        i = tile[2] + rows
-        s, factor = logits(s, scale, softcap)
-        n = mine[3] - 1
-        if (n < mine[1]) | (n >= mine[2]):
+        s, factor = logits(s, *factors)
+        hidden = (n < mine[1]) | (n >= mine[2])
+        if not ANCHORED:
+            s, factor = with_terms(s, factor, bias, n, at, terms)
+        if hidden:
             s = masked(s, n, keys, i, tile, problem)
-        p, top, total = first_step(s, factor, kind)
+        p, top, total = first_step(s, factor, n, at, terms, kind)
+        p = dropped(p, dropout, dropout_key, corner(W, n, at, problem), terms)
         p = gl.convert_layout(p.to(DTYPE), gl.DotOperandLayout(0, output, 2))
         o = gl.zeros([ROWS, BLOCK_DV], gl.float32, output)
 
         # Key tiles come from last to first: masked ones, those that all rows see, masked ones.
-        at = (keys, i, tile)
         if right is not None:
             for _ in range(n - mine[2]):
                 n -= 1
@@ -289,8 +321,8 @@ def attend(W: gl.constexpr, shared, start, how: gl.constexpr, ANCHORED: gl.const
         passed = mine[0] - runs[0]
         done, done_part, done_keys = tile, part, (runs[0] * TILE_K, runs[3] * TILE_K)
         tile, runs, part = next_tile(queue, ticket + turn, 4)
-        top = top * factor if EXACT else top
-        lse, inverse, doubt = statistics(top, total, ANCHORED)
+        top = top * factor if EXACT and not NATURAL else top
+        lse, rest, inverse, doubt = statistics(top, total, done[1], done_part, terms, ANCHORED)
         o = warpgroup_mma_wait(0, [last])
         v_ring.release(step)
         o = o * spread(inverse, o)
@@ -302,7 +334,7 @@ def attend(W: gl.constexpr, shared, start, how: gl.constexpr, ANCHORED: gl.const
         step = pass_by(W, passed, rings, turns, step + 1, how)
 
     if turn > 0:
-        lost_rows += store(W, (out, lse, doubt), rows, done, results, problem, how)
+        lost_rows += store(W, (out, lse, rest, doubt), rows, done, results, problem, terms, how)
     return (q_step + turn, step, ticket + turn + 1), lost_rows
 
 
@@ -336,26 +368,81 @@ def next_keys(
 ):
     """Softmax of key tile n, beside the product of the weights before with their values."""
     p, o, top, total = state
-    keys, i, tile = at
-    results, rings, problem, factors, turns, queue = shared
+    keys, i, tile = at[:3]
+    results, rings, problem, factors, turns, queue, terms = shared
+    bias = load_bias_of(W, n, at, problem, terms, how, True)
     scores: gl.constexpr = keys.type.layout.parent
-    s, o = overlap(W, q, p, o, rings, turns, step, how, scores)
-    s, factor = logits(s, factors[0], factors[1])
+    place = corner(W, n, at, problem)
+    s, o, dropout = overlap(W, q, p, o, rings, turns, step, how, scores, at[4], place, terms)
+    s, factor = logits(s, *factors)
+    if not kind[0]:
+        s, factor = with_terms(s, factor, bias, n, at, terms)
     if MASKED:
         s = masked(s, n, keys, i, tile, problem)
     if kind[0]:
-        p_next = powers(s, factor, top, False)
+        p_next = anchored_powers(s, factor, top, n, at, terms)
         total = total + row_sums(p_next)
+        p_next = dropped(p_next, dropout, at[4], place, terms)
         p_next = gl.convert_layout(p_next.to(p.dtype), p.type.layout)
         o, p = warpgroup_mma_wait(0, [o, p_next])
     else:
         p_next, top, shrink = softmax_step(s, factor, top, kind[1])
         total = total * spread(shrink, total) + row_sums(p_next)
+        p_next = dropped(p_next, dropout, at[4], place, terms)
         p_next = gl.convert_layout(p_next.to(p.dtype), p.type.layout)
         o, p = warpgroup_mma_wait(0, [o, p_next])
         o = o * spread(shrink, o)
     rings[2].release(step)
     return p, o, top, total
+
+
+@gluon.jit
+def corner(W: gl.constexpr, n, at, problem):
+    """Where a consumer's weights of key tile n begin: the first query and key in their sequences; which
+    sequence it is, and the head."""
+    keys, i, tile = at[:3]
+    k_start = n * keys.shape[0]
+    if problem[3][0] is not None:  # else no keys come before those that are seen
+        k_start += tile[9]
+    return tile[2] + W * ROWS, k_start, tile[8], tile[1]
+
+
+@gluon.jit
+def load_bias_of(W: gl.constexpr, n, at, problem, terms, how: gl.constexpr, INSIDE: gl.constexpr):
+    """The bias of key tile n, if any. INSIDE: the tile lies within the sequence: all but the last do."""
+    bias = ()
+    if terms[BIAS] is not None:
+        keys, i, tile = at[:3]
+        KEYS: gl.constexpr = keys.shape[0]
+        BITS: gl.constexpr = terms[BIAS].dtype.element_ty.primitive_bitwidth
+        layout: gl.constexpr = rows_layout(keys.type.layout.parent, KEYS, BITS, how[5])
+        q_start, k_start, entry, head = corner(W, n, at, problem)
+        i = q_start + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+        j = (k_start, gl.arange(0, KEYS, gl.SliceLayout(0, layout))[None, :])
+        lengths = (tile[4], tile[9] + tile[6])
+        bias = load_bias(i[:, None], j, entry, head, lengths, terms, how[4], INSIDE)
+    return bias
+
+
+@gluon.jit
+def with_terms(s, factor, bias, n, at, terms):
+    """Scores of key tile n with ALiBi and bias."""
+    i, j = facing(n, at)
+    return added(s, factor, bias, at[3], i, j, terms)
+
+
+@gluon.jit
+def anchored_powers(s, factor, top, n, at, terms):
+    """``powers`` of scores without ALiBi and what that takes from them."""
+    i, j = facing(n, at)
+    return powers_of_near(s, factor, top[:, None], at[3], i, j, terms)
+
+
+@gluon.jit
+def facing(n, at):
+    """Queries, as the keys at no distance from them, and keys of tile n."""
+    keys, i, tile = at[:3]
+    return (i + (tile[6] - tile[4]))[:, None], (n * keys.shape[0] + keys)[None, :]
 
 
 @gluon.jit
@@ -392,8 +479,22 @@ def release_q(q_ring, number, NOW: gl.constexpr):
 
 
 @gluon.jit
-def overlap(W: gl.constexpr, q, p, o, rings, turns, step, how: gl.constexpr, scores: gl.constexpr):
+def overlap(
+    W: gl.constexpr,
+    q,
+    p,
+    o,
+    rings,
+    turns,
+    step,
+    how: gl.constexpr,
+    scores: gl.constexpr,
+    dropout_key,
+    place,
+    terms,
+):
     """Start the scores of key tile step + 1 and o += P V of tile step; return once the scores are there.
+    And dropout's words for them, which takes no scores to know.
 
     With ping-pong, consumers start products by turns: while one computes, the others do their softmax.
     """
@@ -404,9 +505,10 @@ def overlap(W: gl.constexpr, q, p, o, rings, turns, step, how: gl.constexpr, sco
     v = v_ring.wait_full(step)
     o = warpgroup_mma(p, v, o, is_async=True)
     pass_turn(W, turns, how)
+    dropout = words_of_rows(scores, ROWS, scores.instr_shape[1], dropout_key, place, terms)
     s = warpgroup_mma_wait(1, [s])
     k_ring.release(step + 1)
-    return s, o
+    return s, o, dropout
 
 
 @gluon.jit
@@ -447,13 +549,15 @@ def masked(s, n, keys, i, tile, problem):
 
 
 @gluon.jit
-def first_step(s, factor, kind: gl.constexpr):
+def first_step(s, factor, n, at, terms, kind: gl.constexpr):
     """Softmax of a query tile's first key tile: P, what was subtracted from each row, and row sums."""
     top = row_maxima(s, factor, kind[1])
     origin = finite(top)
     if kind[0]:
         top = origin
-    p = powers(s, factor, origin, kind[1])
+        p = anchored_powers(s, factor, top, n, at, terms)
+    else:
+        p = powers(s, factor, origin, kind[1])
     return p, top, row_sums(p)
 
 
@@ -498,19 +602,35 @@ def spread(x, like):
 
 
 @gluon.jit
-def statistics(top, total, ANCHORED: gl.constexpr):
-    """From what was subtracted from each row, in units of log2(e), and its row sums: the log-sum-exp,
-    what to multiply the output by, and 1 for rows that an anchor may have lost.
+def statistics(top, total, head, part, terms, ANCHORED: gl.constexpr):
+    """From what was subtracted from each row, in units of log2(e) or with a bias natural, and its row
+    sums: the log-sum-exp, what rounding took from it (see ``terms`` of Triton's), what to multiply the
+    output by, and 1 for rows that an anchor may have lost.
 
     Those have a sum that is not finite, or of weights so small that they may have lost digits. (An
     anchor is the score of a key, of weight 1; but rows that see none in the first tile have 0.)
+
+    A part of a query tile's keys leaves the sink to ``join``.
     """
+    NATURAL: gl.constexpr = terms[BIAS] is not None
     total = gl.convert_layout(gl.sum(total, 1), top.type.layout)
     doubt = (total * 0.0 != 0) | (total < LEAST_SUM)
     dead = (total == 0) & (ANCHORED | (top == -INF))  # saw no key, or none but at -inf
     total = gl.where(dead, 1.0, gl.where(total == 0, total * INF, total))  # else 0: not a number
-    lse = gl.where(dead, -INF, (top + gl.log2(total)) * LN2)
-    return lse, 1.0 / total, doubt.to(gl.int32)
+    shrink = 1.0
+    if terms[SINK] is not None:
+        sink = gl.where(part >= 0, -INF, load_sink(head, terms))
+        top, total, shrink = with_sink(top, total, dead, sink, NATURAL)
+        dead = total == 0
+        total = gl.where(dead, 1.0, total)
+    log_total = gl.log2(total)
+    if NATURAL or terms[SINK] is not None:
+        lse = top + log_total * LN2
+        rest = gl.where(dead, 0.0, log_total * LN2 - (lse - top))
+    else:
+        lse = (top + log_total) * LN2
+        rest = lse
+    return gl.where(dead, -INF, lse), rest, shrink * scale_of_kept(terms) / total, doubt.to(gl.int32)
 
 
 @gluon.jit
@@ -522,7 +642,7 @@ def store_part(W: gl.constexpr, result, rows, where, results, problem, how: gl.c
     """
     o, lse, doubt = result
     tile, part, keys = where
-    b, head, q_start, start_q, seqlen_q, start_k, seqlen_k, seen_k = tile
+    q_start, seqlen_q = tile[2], tile[4]
     lost = doubt * 0
     left = q_start
     if part >= 0:
@@ -538,25 +658,30 @@ def store_part(W: gl.constexpr, result, rows, where, results, problem, how: gl.c
         gl.store(lse_ptr + part * TILE_Q + rows, lse)
         store_rows(o, (o_ptr, (0, COLUMNS, 0), COLUMNS, 1), (part * 0, part * 0, row, part * 0, ROWS))
         left = q_start * 0 + NOWHERE
-    return (b, head, left, start_q, seqlen_q, start_k, seqlen_k, seen_k), lost
+    return tile[:2] + (left,) + tile[3:], lost  # noqa: RUF005
 
 
 @gluon.jit
-def store(W: gl.constexpr, result, rows, tile, results, problem, how: gl.constexpr):
-    """Store a consumer's output and log-sum-exp. Returns 1 for a row that an anchor has lost: it is in
-    doubt, or its output is not finite, though it sees keys."""
-    o, lse, doubt = result
-    o_desc, o_s, o_ptr, o_strides, lse_ptr, lse_strides, columns, o_parts, lse_parts = results
-    b, head, q_start, start_q, seqlen_q, start_k, seqlen_k, seen_k = tile
+def store(W: gl.constexpr, result, rows, tile, results, problem, terms, how: gl.constexpr):
+    """Store a consumer's output and row statistics. Returns 1 for a row that an anchor has lost: it is
+    in doubt, or its output is not finite, though it sees keys."""
+    o, lse, rest, doubt = result
+    o_desc, o_s, o_ptr, o_strides, lse_ptr, lse_strides, columns, o_parts, lse_parts, rest_ptr = results
+    b, head, q_start, start_q, seqlen_q, start_k, seqlen_k, seen_k = tile[:8]
     i = q_start + rows
-    lse_base = lse_ptr + b.to(gl.int64) * lse_strides[0] + head.to(gl.int64) * lse_strides[1]
+    row_of_head = b.to(gl.int64) * lse_strides[0] + head.to(gl.int64) * lse_strides[1]
+    lse_base = lse_ptr + row_of_head
     gl.store(lse_base + start_q + i, lse, mask=i < seqlen_q)
+    if rest_ptr is not None:
+        rest_base = rest_ptr + row_of_head
+        gl.store(rest_base + start_q + i, rest, mask=i < seqlen_q)
     overflow = gl.convert_layout(gl.sum(o.to(gl.float32) * 0.0, 1), lse.type.layout) != 0
     first, stop = key_range(i, tile, problem)
     lost = (i < seqlen_q) & (first < stop) & (overflow | (doubt != 0))
 
     if tile_has_dead_rows(tile, problem, how[0] * ROWS):  # V may hold what 0 does not cancel
-        o = gl.where(spread(lse == -INF, o), 0.0, o)
+        dead = (i < 0) | (first >= stop) if terms[SINK] is not None else lse == -INF
+        o = gl.where(spread(dead, o), 0.0, o)
     row = q_start + W * ROWS
     if o_desc is not None:
         COLUMNS: gl.constexpr = o.shape[1]
@@ -578,6 +703,7 @@ def store(W: gl.constexpr, result, rows, tile, results, problem, how: gl.constex
     do_not_specialize=[
         *("o_batch", "o_row", "o_head", "lse_batch", "lse_head", "max_q", "max_k", "heads", "group"),
         *("batch_heads", "together", "left", "right", "tiles", "columns"),
+        *UNSPECIALIZED,
     ]
 )
 def forward_kernel(
@@ -597,6 +723,19 @@ def forward_kernel(
     claims,  # None: they do not
     o_parts,  # what comes of parts, and its log-sum-exps
     lse_parts,
+    rest_ptr,  # see ``statistics``, or None; lies as lse does
+    bias_ptr,  # from here on ``Terms``
+    bias_batch,
+    bias_head,
+    bias_row,
+    bias_key,
+    slopes_ptr,
+    slopes_batch,
+    sink_ptr,
+    dropout_key,
+    threshold,
+    keep_scale,
+    unaligned,  # None: see ``given_terms``
     cu_q,
     cu_k,
     used_q,
@@ -611,6 +750,7 @@ def forward_kernel(
     right,
     scale,
     softcap,
+    large_cap,  # 1: see ``logits``
     tiles,
     columns,  # of the output, up to BLOCK_DV
     BLOCK_D: gl.constexpr,
@@ -625,6 +765,7 @@ def forward_kernel(
     PING_PONG: gl.constexpr,
     RAGGED: gl.constexpr,
     ANCHORED: gl.constexpr,
+    BIAS_UNIT: gl.constexpr,  # see ``terms.bias_unit``
     REGISTERS: gl.constexpr,
 ):
     DTYPE: gl.constexpr = q_desc.dtype
@@ -648,21 +789,48 @@ def forward_kernel(
         o_s = gl.allocate_shared_memory(DTYPE, [CONSUMERS, ROWS, O_COLUMNS], rows_o)
         label_stages(o_s, "O")
     lse_strides = (lse_batch, lse_head)
-    results = (o_desc, o_s, o_ptr, o_strides, lse_ptr, lse_strides, columns, o_parts, lse_parts)
+    results = (
+        o_desc,
+        o_s,
+        o_ptr,
+        o_strides,
+        lse_ptr,
+        lse_strides,
+        columns,
+        o_parts,
+        lse_parts,
+        rest_ptr,
+    )
+    terms = (
+        bias_ptr,
+        bias_batch,
+        bias_head,
+        bias_row,
+        bias_key,
+        slopes_ptr,
+        slopes_batch,
+        sink_ptr,
+        dropout_key,
+        threshold,
+        keep_scale,
+        unaligned,
+    )
 
     inputs = (q_desc, k_desc, v_desc)
     rings = (q_ring, k_ring, v_ring)
     lengths = (cu_q, cu_k, used_q, used_k, max_q, max_k)
-    queue = make_queue("tiles", 13, 1 if RAGGED else 2, CONSUMERS + 1)
+    PLACED: gl.constexpr = bias_ptr is not None or slopes_ptr is not None or dropout_key is not None
+    queue = make_queue("tiles", 15 if PLACED else 13, 1 if RAGGED else 2, CONSUMERS + 1)
     problem = (
         (tiles, agenda, parts, claims),
         lengths,
         (heads, group, batch_heads, together),
         (left, right),
     )
-    factors = (scale, softcap)
-    shared = (results, rings, problem, factors, turns, queue)
-    how: gl.constexpr = (CONSUMERS, Q_IN_REGISTERS, PING_PONG, RAGGED)
+    factors = (scale, softcap, large_cap)
+    shared = (results, rings, problem, factors, turns, queue, terms)
+    COALESCED: gl.constexpr = BLOCK_D * PARTS <= 128 and BLOCK_DV <= 128  # else no room for it
+    how: gl.constexpr = (CONSUMERS, Q_IN_REGISTERS, PING_PONG, RAGGED, BIAS_UNIT, COALESCED)
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
@@ -689,5 +857,5 @@ def forward_kernel(
 
 
 def forward(spec: AttentionSpec, x: Inputs, out: Tensor, lse: Tensor, saved: Tensor) -> None:
-    """Fill out and lse. See ``tilewise.dispatch.Kernel``."""
-    launch_forward(forward_kernel, spec, x, out, lse)
+    """Fill out and lse, and saved where there is a bias. See ``tilewise.dispatch.Kernel``."""
+    launch_forward(forward_kernel, spec, x, out, lse, saved)

@@ -33,6 +33,7 @@ def join_kernel(
     lse_ptr,
     lse_batch,
     lse_head,
+    sink_ptr,  # (Hq,), or None
     heads,
     max_q,
     DV: tl.constexpr,
@@ -65,14 +66,21 @@ def join_kernel(
             out = out * shrink[:, None] + o
             total = total * shrink + weight
             top = new_top
+    tiles = tl.cdiv(max_q, TILE_Q)
+    b = (t // tiles // heads).to(tl.int64)
+    head = (t // tiles % heads).to(tl.int64)
+    if sink_ptr is not None:
+        sink = tl.load(sink_ptr + head).to(tl.float32)
+        new_top = tl.maximum(top, sink)
+        shrink = tl.exp(top - finite(new_top))
+        out *= shrink[:, None]
+        total = total * shrink + tl.exp(sink - finite(new_top))
+        top = new_top
     dead = total == 0  # saw no key in any part
     total = tl.where(dead, 1.0, total)
     lse = tl.where(dead, -INF, finite(top) + tl.log(total))
     out /= total[:, None]
 
-    tiles = tl.cdiv(max_q, TILE_Q)
-    b = (t // tiles // heads).to(tl.int64)
-    head = (t // tiles % heads).to(tl.int64)
     i = t % tiles * TILE_Q + rows
     tl.store(lse_ptr + b * lse_batch + head * lse_head + i, lse, mask=i < max_q)
     base = out_ptr + b * o_batch + head * o_head

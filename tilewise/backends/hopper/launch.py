@@ -21,8 +21,9 @@ from tilewise.backends.hopper.agenda import (
     when_forgotten,
 )
 from tilewise.backends.hopper.join import join_kernel, plan_join, room_for_parts
+from tilewise.backends.hopper.terms import bias_unit, given_terms
 from tilewise.backends.relaunch import Relaunch
-from tilewise.backends.triton.launch import lengths, on_device, score_factors, strides
+from tilewise.backends.triton.launch import factors_of_scores, lengths, on_device, strides
 from tilewise.gluon.ragged import dense_rows, ragged_rows
 from tilewise.spec import AttentionSpec, Inputs
 
@@ -45,6 +46,11 @@ def block_columns(head_dim: int) -> int:
     return max(64, triton.next_power_of_2(head_dim))
 
 
+def large_cap(spec: AttentionSpec) -> int | None:
+    """1 for a softcap beyond which an error relative to it is more than fp32 keeps of most scores."""
+    return 1 if spec.softcap is not None and spec.softcap > 64 else None
+
+
 class Plan(NamedTuple):
     """What a launch needs besides tensors: the same for every call with one spec."""
 
@@ -56,8 +62,9 @@ class Plan(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def plan_forward(spec: AttentionSpec) -> Plan:
-    """Tile, number of programs and scalar arguments of the forward for a spec."""
+def plan_forward(spec: AttentionSpec, bias_unit: int = 0) -> Plan:
+    """Tile, number of programs and scalar arguments of the forward for a spec. bias_unit: see
+    ``terms``."""
     blocks = block_columns(spec.head_dim), block_columns(spec.head_dim_v)
     parts = 1
     if 128 < spec.head_dim <= 192:  # 256 columns would be a third more products
@@ -73,7 +80,8 @@ def plan_forward(spec: AttentionSpec) -> Plan:
         "together": heads_together(spec, schedule.KEPT_IN_L2_CLAIMED if claimed else None),
         "left": spec.window_left,
         "right": spec.window_right,
-        **score_factors(spec),
+        **factors_of_scores(spec, natural=spec.bias),
+        "large_cap": large_cap(spec),
         "tiles": tiles,
         "columns": spec.head_dim_v,
         "BLOCK_D": blocks[0],
@@ -87,7 +95,8 @@ def plan_forward(spec: AttentionSpec) -> Plan:
         "Q_IN_REGISTERS": tile.q_in_registers,
         "PING_PONG": tile.ping_pong,
         "RAGGED": spec.ragged,
-        "ANCHORED": spec.dtype == torch.bfloat16,  # fp16 has too few exponents for it
+        "ANCHORED": spec.dtype == torch.bfloat16 and not spec.bias,  # fp16 has too few exponents
+        "BIAS_UNIT": bias_unit,
         "REGISTERS": tile.registers,
     }
     options = {"num_warps": 4, "maxnreg": tile.maxnreg}
@@ -103,18 +112,25 @@ def plan_forward(spec: AttentionSpec) -> Plan:
 when_forgotten.append(plan_forward.cache_clear)
 
 
-def launch_forward(kernel: Any, spec: AttentionSpec, x: Inputs, out: Tensor, lse: Tensor) -> None:
-    """Fill out and lse."""
+def launch_forward(
+    kernel: Any, spec: AttentionSpec, x: Inputs, out: Tensor, lse: Tensor, saved: Tensor
+) -> None:
+    """Fill out and lse, and saved where there is a bias."""
     # What is planned while a graph is recorded may be second best, and is not kept.
+    unit = bias_unit(spec, x) if spec.bias else 0
     if capturing(spec.device):
-        plan = plan_forward.__wrapped__(spec)
+        plan = plan_forward.__wrapped__(spec, unit)
         if plan.agenda is not None:
             capture(plan.agenda)
     else:
-        plan = plan_forward(spec)
+        plan = plan_forward(spec, unit)
     if spec.max_seqlen_k == 0:
         out.zero_()
         lse.fill_(-math.inf)
+        if x.sink is not None and lse.numel():
+            lse.copy_(x.sink.view(-1, 1).expand_as(lse))
+        if spec.bias:
+            saved.zero_()
         return
     if plan.launch.programs == 0:
         return
@@ -142,6 +158,8 @@ def launch_forward(kernel: Any, spec: AttentionSpec, x: Inputs, out: Tensor, lse
             claims(plan, spec) if spec.ragged else None,
             o_parts,
             lse_parts,
+            saved[0] if spec.bias else None,
+            *given_terms(spec, x, unit),
             *lengths(spec, x),
         )
         if lists is not None and join is not None:
@@ -154,6 +172,7 @@ def launch_forward(kernel: Any, spec: AttentionSpec, x: Inputs, out: Tensor, lse
                 *strides(spec, out),
                 lse,
                 *strides(spec, lse)[::2],
+                x.sink,
             )
 
 

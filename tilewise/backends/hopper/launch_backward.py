@@ -13,10 +13,12 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tilewise import mask, schedule
 from tilewise.backends.hopper.agenda import heads_together
-from tilewise.backends.hopper.around import Prepared, in_units, unit_of
-from tilewise.backends.hopper.launch import ROWS, block_columns, descriptor, for_tma
+from tilewise.backends.hopper.around import Prepared
+from tilewise.backends.hopper.launch import ROWS, block_columns, descriptor, for_tma, large_cap
+from tilewise.backends.hopper.terms import given_terms
+from tilewise.backends.hopper.units import in_units, unit_of
 from tilewise.backends.relaunch import Relaunch
-from tilewise.backends.triton.launch import lengths, on_device, score_factors, strides
+from tilewise.backends.triton.launch import factors_of_scores, lengths, on_device, strides
 from tilewise.ops import Gradients
 from tilewise.spec import AttentionSpec, Inputs
 
@@ -73,7 +75,8 @@ def plan_backward(spec: AttentionSpec, of_head: int, of_entry: int) -> Plan:
         "together": heads_at_a_time(spec),
         "left": spec.window_left,
         "right": spec.window_right,
-        **score_factors(spec),
+        **factors_of_scores(spec, natural=spec.bias),
+        "large_cap": large_cap(spec),
         "gradient_scale": spec.scale,
         "columns_d": spec.head_dim // unit_d,
         "columns_dv": spec.head_dim_v // unit_dv,
@@ -122,8 +125,8 @@ def launch_backward(
     progress = None
     if spec.deterministic:
         progress = torch.zeros(plan.tiles, dtype=torch.int32, device=spec.device)
-    flat = gl.NVMMASharedLayout(0, 32, rank=1)
     block_d, block_dv = plan.blocks
+    statistics = (rows.lse, rows.minus_delta, rows.rest)
     with on_device(spec.device):
         plan.launch(
             kernel,
@@ -131,8 +134,7 @@ def launch_backward(
             descriptor(spec, v, seen_k, (ROWS, block_dv)),
             descriptor(spec, q, seen_q, (plan.tile.q, block_d)),
             descriptor(spec, dout, seen_q, (plan.tile.q, block_dv)),
-            TensorDescriptor(rows.lse, [rows.lse.numel()], [1], [plan.tile.q], flat),
-            TensorDescriptor(rows.minus_delta, [rows.minus_delta.numel()], [1], [plan.tile.q], flat),
+            *(_statistic(t, plan.tile.q) for t in statistics),
             rows.taken,
             progress,
             rows.dq,
@@ -140,5 +142,13 @@ def launch_backward(
             *in_units(strides(spec, grads.k), plan.units[0]),
             grads.v,
             *in_units(strides(spec, grads.v), plan.units[1]),
+            *given_terms(spec, x),
             *lengths(spec, x),
         )
+
+
+def _statistic(rows: Tensor | None, tile: int) -> TensorDescriptor | None:
+    """A row statistic as TMA reads it, that of a query tile at a time."""
+    if rows is None:
+        return None
+    return TensorDescriptor(rows, [rows.numel()], [1], [tile], gl.NVMMASharedLayout(0, 32, rank=1))

@@ -48,7 +48,7 @@ def watch(queue, ds_ring, problem, TILE_Q: gl.constexpr, TILE_K: gl.constexpr):
 @gluon.jit
 def watch_one(t, tile, runs, base, ds_ring, problem, TILE_Q: gl.constexpr, TILE_K: gl.constexpr):
     """The same for all steps of key tile t; returns how many those are."""
-    b, head, k_start, start_q, rows_q, start_k, rows_k, seen_k, seen_q, pad = tile
+    b, head, k_start, start_q, rows_q, start_k, rows_k, seen_k, seen_q, pad = tile[:10]
     before = (b, head, k_start - TILE_K, start_q, rows_q, start_k, rows_k, seen_k, seen_q, pad)
     runs_before = query_tiles_of(before, problem, TILE_Q, TILE_K)
     count, count_before = runs[3] - runs[0], runs_before[3] - runs_before[0]

@@ -10,6 +10,7 @@ from triton.experimental.gluon import language as gl
 
 from tilewise import mask
 from tilewise.backends.triton import tile as portable
+from tilewise.gluon.compat import reciprocal
 
 key_tiles = gluon.jit(mask.key_tiles)
 key_span = gluon.jit(mask.key_span)
@@ -17,8 +18,19 @@ _key_range = gluon.jit(mask.key_range)
 finite = gluon.jit(portable.finite.fn)
 EVERYTHING = gl.constexpr(2**30)
 softcap_slope = gluon.jit(portable.softcap_slope.fn)
-logits = gluon.jit(portable.logits.fn)
+_logits = gluon.jit(portable.logits.fn)
 sequence_rows = gluon.jit(portable.sequence_rows.fn)
+
+
+@gluon.jit
+def logits(products, scale, softcap, large):
+    """``logits`` of the Triton kernels, but for a softcap that is not large by a shorter way: its error
+    is relative to the cap, not to the score, and below what fp32 holds of scores as large as that."""
+    if softcap is None or large is not None:
+        return _logits(products, scale, softcap)
+    else:
+        grown = gl.exp2(products * (scale * 2.8853900817779268))
+        return softcap - (2.0 * softcap) * reciprocal(1.0 + grown), 1.0
 
 
 @gluon.jit
@@ -86,11 +98,13 @@ def query_tile(t, problem, TILE_Q: gl.constexpr):
     """Query tile t, or the last one if there is none.
 
     Its batch entry, query head and first query, then for queries and for keys the
-    first row in memory and the length of the sequence, and the length up to which keys are seen.
+    first row in memory and the length of the sequence, and the length up to which keys are seen; which
+    sequence it is, if tensors are packed too, and how many keys come before it.
 
-    Keys before the first one that any query may see do not count: the sequence begins after them.
+    Those are keys before the first one that any query may see, and do not count: the sequence begins
+    after them.
     """
-    work, lengths, counts, window = problem
+    work, lengths, counts, window = problem[:4]
     cu_q, cu_k, used_q, used_k, max_q, max_k = lengths
     heads, group, batch_heads, together = counts
     left, right = window
@@ -108,9 +122,11 @@ def query_tile(t, problem, TILE_Q: gl.constexpr):
     start_q, seqlen_q = sequence_rows(b, cu_q, used_q, max_q)
     start_k, seqlen_k = sequence_rows(b, cu_k, used_k, max_k)
     low, high = key_span(seqlen_q, seqlen_k, left, right)
+    entry = b
     if cu_q is not None:
         b = b * 0  # packed tensors have no batch dimension
-    return b, head, row * TILE_Q, start_q, seqlen_q, start_k + low, seqlen_k - low, high - low
+    keys = (start_k + low, seqlen_k - low, high - low)
+    return (b, head, row * TILE_Q, start_q, seqlen_q) + keys + (entry, low)  # noqa: RUF005
 
 
 @gluon.jit
@@ -172,11 +188,12 @@ def part_of_runs(runs, begin, end):
 def key_tile(t, problem, TILE_K: gl.constexpr, TILE_Q: gl.constexpr, rows_of_entry):
     """Key tile t: its batch entry, key head and first key, then for queries and for keys the first row
     in memory and the length of the sequence, and how many keys are seen and queries see; and where the
-    rows of the sequence are in the space of ``around``.
+    rows of the sequence are in the space of ``around``. Then, as in ``query_tile``, which sequence it
+    is, and how many queries and keys come before those.
 
     Both sequences begin with the first that is seen or sees.
     """
-    work, lengths, counts, window = problem
+    work, lengths, counts, window = problem[:4]
     cu_q, cu_k, used_q, used_k, max_q, max_k = lengths
     heads, group, batch_heads, together = counts
     left, right = window
@@ -191,18 +208,21 @@ def key_tile(t, problem, TILE_K: gl.constexpr, TILE_Q: gl.constexpr, rows_of_ent
     k_low, k_high = key_span(seqlen_q, seqlen_k, left, right)
     q_low, q_high = key_span(seqlen_k, seqlen_q, right, left)
     pad = b * rows_of_entry
+    entry = b
     if cu_q is not None:
         pad = (start_q // TILE_Q + b) * TILE_Q
         b = b * 0  # packed tensors have no batch dimension
     rows_q, rows_k = seqlen_q - q_low, seqlen_k - k_low
     seen_k, seen_q = k_high - k_low, q_high - q_low
-    return b, head, k_start, start_q + q_low, rows_q, start_k + k_low, rows_k, seen_k, seen_q, pad
+    sides = (start_q + q_low, rows_q, start_k + k_low, rows_k, seen_k, seen_q)
+    return (b, head, k_start) + sides + (pad, entry, q_low, k_low)  # noqa: RUF005
 
 
 @gluon.jit
 def take_key_tile(taken, queue, place, problem, TILE_K: gl.constexpr, TILE_Q: gl.constexpr, of_entry):
     """Take the next key tile that no program has taken, or -1, and tell the other partitions of it,
-    which call ``next_key_tile``: ten numbers of ``key_tile``, four of ``query_tiles_of``, and t.
+    which call ``next_key_tile``: ten numbers of ``key_tile``, four of ``query_tiles_of``, t, and where
+    the queue has room for it the rest of ``key_tile``.
 
     taken: how many are. place: in the queue. of_entry: the rows of an entry, for ``key_tile``.
     """
@@ -212,7 +232,7 @@ def take_key_tile(taken, queue, place, problem, TILE_K: gl.constexpr, TILE_Q: gl
     runs = query_tiles_of(tile, problem, TILE_Q, TILE_K)
     t = gl.where(t < tiles, t, -1)
     queue.acquire(place)
-    queue.put(place, tile + (runs[0], runs[1], runs[2], runs[3], t), 1)  # noqa: RUF005
+    queue.put(place, tile[:10] + (runs[0], runs[1], runs[2], runs[3], t) + tile[10:], 1)  # noqa: RUF005
     return t, tile, runs
 
 
@@ -220,7 +240,9 @@ def take_key_tile(taken, queue, place, problem, TILE_K: gl.constexpr, TILE_Q: gl
 def next_key_tile(queue, place, WARPS: gl.constexpr):
     """Which key tile the program computes now, or -1; where it lies; and the query tiles that see it."""
     n = queue.get(place, WARPS)
-    tile = (n[0], n[1], n[2], n[3], n[4], n[5], n[6], n[7], n[8], n[9])
+    tile = n[:10]
+    if queue.width > 15:
+        tile = n[:10] + n[15:]
     return n[14], tile, (n[10], n[11], n[12], n[13])
 
 

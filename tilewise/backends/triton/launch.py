@@ -134,7 +134,12 @@ def natural_logits(spec: AttentionSpec) -> bool:
 
 def score_factors(spec: AttentionSpec) -> dict[str, float | None]:
     """scale and softcap as ``tile.logits`` wants them, in the units of scores."""
-    unit = 1.0 if natural_logits(spec) else math.log2(math.e)
+    return factors_of_scores(spec, natural_logits(spec))
+
+
+def factors_of_scores(spec: AttentionSpec, natural: bool) -> dict[str, float | None]:
+    """The same where scores are natural logits or not."""
+    unit = 1.0 if natural else math.log2(math.e)
     if spec.softcap is None:
         return {"scale": spec.scale * unit, "softcap": None}
     return {"scale": spec.scale / spec.softcap, "softcap": spec.softcap * unit}

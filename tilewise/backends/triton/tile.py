@@ -153,7 +153,7 @@ def logits(products, scale, softcap):
 @triton.jit
 def softcap_slope(s, softcap):
     """Derivative of the softcap where it gave s: 1 - tanh^2."""
-    t = s / softcap
+    t = s * (1.0 / softcap)
     return 1.0 - t * t
 
 
