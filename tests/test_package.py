@@ -21,6 +21,7 @@ PACKAGE = ROOT / "tilewise"
 #: Who may import what besides torch, Triton and the standard library: folder or file -> packages.
 EXTRAS = {
     "cli": {"typer", "rich"},
+    "compat/hf.py": {"transformers"},
     "demo/picture.py": {"matplotlib"},
     "perf/plot.py": {"matplotlib"},
     "sim/": {"numpy", "ml_dtypes", "greenlet"},
@@ -80,7 +81,8 @@ def test_dependencies_are_the_ones_chosen():
         "cli": {"typer", "rich"},
         "bench": {"matplotlib", "pandas"},
         "sim": {"numpy", "ml_dtypes", "greenlet"},
-        "dev": {"pytest", "hypothesis", "pytest_xdist", "ruff", "mypy"},
+        "hf": {"transformers"},
+        "dev": {"pytest", "hypothesis", "pytest_xdist", "ruff", "mypy", "transformers"},
     }
 
 
@@ -121,7 +123,8 @@ def test_importing_is_quick_and_leaves_triton_alone():
     runs = [_import() for _ in range(3)]
     assert min(run["seconds"] for run in runs) <= 0.3  # the best: others may be using the machine
     modules = set(runs[0]["modules"])
-    assert not modules & {"triton", "typer", "rich", "matplotlib", "tilewise.demo", "tilewise.cli"}
+    unwanted = {"triton", "typer", "rich", "matplotlib", "transformers", "tilewise.demo", "tilewise.cli"}
+    assert not modules & unwanted
 
 
 def test_importing_needs_no_triton():

@@ -11,9 +11,11 @@ import pytest
 FOLDER = Path(__file__).parents[2] / "examples"
 
 
-@pytest.mark.parametrize("adapter", ["fa2", "fa3", "fa4", "sdpa"])
+@pytest.mark.parametrize("adapter", ["fa2", "fa3", "fa4", "hf", "sdpa"])
 def test_the_example_runs(adapter):
     """An example that a change of an adapter left behind."""
+    if adapter == "hf":
+        pytest.importorskip("transformers")
     path = FOLDER / f"compat_{adapter}.py"
     assert len(path.read_text().splitlines()) < 25
     done = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, timeout=300)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from tilewise.errors import UnsupportedError
 from tilewise.mask import Window
@@ -43,3 +44,16 @@ def window_below_zero(window_size: Any) -> Window:
 def softcap_or_none(softcap: float | None) -> float | None:
     """0 switches it off."""
     return None if softcap == 0 else softcap
+
+
+def autocast(*tensors: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """A call's q, k, v and bias or mask as autocast has them for PyTorch's own attention."""
+    assert tensors[0] is not None
+    device = tensors[0].device.type
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        narrow = {torch.float32, torch.float16, torch.bfloat16}
+        tensors = tuple(t if t is None or t.dtype not in narrow else t.to(dtype) for t in tensors)
+    q, k, v, mask = tensors
+    assert q is not None and k is not None and v is not None
+    return q, k, v, mask

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.attention.bias import CausalBias
 
 from tilewise.api import attention
+from tilewise.compat.arguments import autocast
 from tilewise.compat.aten import Registration, activate
 from tilewise.spec import check_tensor, check_type, require, require_type
 
@@ -52,7 +53,7 @@ def scaled_dot_product_attention(
     check_type("enable_gqa", enable_gqa, bool, "a bool")
     if attn_mask is not None:
         _check_mask(attn_mask, is_causal)
-    query, key, value, attn_mask = _autocast(query, key, value, attn_mask)
+    query, key, value, attn_mask = autocast(query, key, value, attn_mask)
 
     form, (q, k, v) = _four_dims([query, key, value], enable_gqa)
     queries, keys = q.shape[2], k.shape[2]
@@ -95,19 +96,6 @@ def _check_mask(mask: Tensor, is_causal: bool) -> None:
     require_type(plain, "attn_mask", "a CausalBias", "a plain tensor, or is_causal=True")
     check_tensor("attn_mask", mask)
     require(not is_causal, "attn_mask", mask, "None with is_causal=True")
-
-
-def _autocast(*tensors: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """What autocast makes of the arguments of PyTorch's function."""
-    assert tensors[0] is not None
-    device = tensors[0].device.type
-    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-        narrow = {torch.float32, torch.float16, torch.bfloat16}
-        tensors = tuple(t if t is None or t.dtype not in narrow else t.to(dtype) for t in tensors)
-    q, k, v, mask = tensors
-    assert q is not None and k is not None and v is not None
-    return q, k, v, mask
 
 
 def _four_dims(tensors: list[Tensor], enable_gqa: bool) -> tuple[tuple[int, ...], list[Tensor]]:
