@@ -87,12 +87,12 @@ def register() -> Registration:
     Raises:
         UnsupportedError: this transformers has no registries for attention and its masks.
     """
+    functions = {
+        _from_transformers("modeling_utils", "AttentionInterface"): attention_forward,
+        _from_transformers("masking_utils", "AttentionMaskInterface"): attention_mask,
+    }
     entries = []
-    for module, name, function in (
-        ("modeling_utils", "AttentionInterface", attention_forward),
-        ("masking_utils", "AttentionMaskInterface", attention_mask),
-    ):
-        interface = _from_transformers(module, name)
+    for interface, function in functions.items():
         registry = interface._global_mapping
         entries.append((registry, function, registry.get(NAME)))
         interface.register(NAME, function)
@@ -314,6 +314,7 @@ def _bias(mask: Tensor, q: Tensor) -> Tensor:
     return mask if mask.dtype == q.dtype else mask.float()
 
 
+@torch.compiler.disable(reason="which kernels will do depends on what the mask holds")
 def attention_mask(**asked: Any) -> Tensor | None:
     """What transformers calls to make a mask, with the arguments of its ``sdpa_mask``.
 
@@ -344,7 +345,8 @@ def attention_mask(**asked: Any) -> Tensor | None:
         filled = keys
     if not 0 <= filled <= keys or (not pattern.causal and filled != keys):
         return _written_out(asked)
-    sides, reach = 1 if pattern.causal else 2, pattern.reach if pattern.reach < filled else 1
+    sides = 1 if pattern.causal else 2
+    reach = pattern.reach if pattern.reach < max(filled, queries) else 1
 
     if pattern.segments is not None:
         if given is not None or not _readable(pattern.segments):
