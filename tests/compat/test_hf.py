@@ -4,53 +4,35 @@ from __future__ import annotations
 
 import copy
 import functools
-import inspect
 import math
 import subprocess
 import sys
-from itertools import pairwise
+from inspect import signature
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 transformers = pytest.importorskip("transformers")
+from hf_models import (  # noqa: E402
+    FAMILIES,
+    LENGTH,
+    PACKED,
+    configuration,
+    gradients,
+    models,
+    one_by_one,
+    padding,
+    sizes,
+    tokens,
+)
 from transformers import masking_utils, modeling_utils  # noqa: E402
 
 from tilewise import UnsupportedError  # noqa: E402
 from tilewise.compat import hf  # noqa: E402
 
-SIZES = {
-    "vocab_size": 97,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.1,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": None,
-}
-WINDOW = 5
-CONFIGS = {
-    "llama": lambda: transformers.LlamaConfig(**SIZES),
-    "gemma2": lambda: transformers.Gemma2Config(
-        **SIZES, sliding_window=WINDOW, query_pre_attn_scalar=8, attn_logit_softcapping=2.0
-    ),
-    "mistral": lambda: transformers.MistralConfig(**SIZES, sliding_window=WINDOW),
-    "gpt_oss": lambda: transformers.GptOssConfig(
-        **SIZES, sliding_window=WINDOW, num_local_experts=2, num_experts_per_tok=2
-    ),
-}
-FAMILIES = list(CONFIGS)
-LENGTH = 17
 CACHE = (
-    "cache"
-    if "cache" in inspect.signature(transformers.LlamaModel.forward).parameters
-    else "past_key_values"
+    "cache" if "cache" in signature(transformers.LlamaModel.forward).parameters else "past_key_values"
 )
 TIGHT = {"atol": 2e-5, "rtol": 2e-5}
 
@@ -62,54 +44,14 @@ def registered():
         yield
 
 
-def models(config, make=transformers.AutoModelForCausalLM):
-    """The same weights twice: with eager attention, and with Tilewise."""
-    torch.manual_seed(1)
-    eager = make.from_config(copy.deepcopy(config), attn_implementation="eager").eval()
-    with torch.no_grad():  # scores of several units: attention that matters, and caps that bite
-        for name, weight in eager.named_parameters():
-            if name.endswith(("q_proj.weight", "k_proj.weight")):
-                weight.mul_(4)
-            elif name.endswith("sinks"):
-                weight.normal_()
-    ours = make.from_config(copy.deepcopy(config), attn_implementation="tilewise").eval()
-    ours.load_state_dict(eager.state_dict())
-    assert ours.config._attn_implementation == "tilewise"
-    return eager, ours
-
-
 @functools.cache
 def pair(family):
     with hf.register():
-        return models(CONFIGS[family]())
-
-
-def padding(side: str | None, batch: int = 3, length: int = LENGTH) -> torch.Tensor | None:
-    if side is None:
-        return None
-    mask = torch.ones(batch, length, dtype=torch.long)
-    for b, pads in enumerate((0, 4, 9)[:batch]):
-        if side == "left":
-            mask[b, :pads] = 0
-        elif side == "right":
-            mask[b, length - pads :] = 0
-        elif side == "holes" and b:
-            mask[b, pads : pads + 3] = 0
-    return mask
-
-
-def tokens(batch: int = 3, length: int = LENGTH) -> torch.Tensor:
-    return torch.randint(1, SIZES["vocab_size"], (batch, length))
-
-
-def gradients(model, loss) -> dict[str, torch.Tensor]:
-    wanted = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    grads = torch.autograd.grad(loss, list(wanted.values()), allow_unused=True)
-    return {name: g for name, g in zip(wanted, grads, strict=True) if g is not None}
+        return models(configuration(family))
 
 
 def same_gradients(got, want) -> None:
-    assert got.keys() == want.keys() and any("k_proj" in name for name in want)
+    assert got.keys() == want.keys()
     for name, g in want.items():
         assert (got[name] - g).norm() <= 2e-5 * g.norm() + 1e-7, name
 
@@ -190,26 +132,6 @@ def test_a_prompt_in_pieces(family, side, kind):
         whole = torch.cat(parts, 1)
         logits.append(whole if mask is None else whole * mask[..., None])
     torch.testing.assert_close(logits[1], logits[0], **TIGHT)
-
-
-PACKED = torch.tensor([[0, 1, 2, 3, 4, 5, 6, 0, 0, 1, 2, 0, 1, 2, 3, 4, 5], [*range(11), *range(6)]])
-
-
-def cut(position_ids: torch.Tensor) -> list[tuple[int, slice]]:
-    """Row and columns of each sequence."""
-    pieces = []
-    for row, positions in enumerate(position_ids):
-        starts = [*positions.eq(0).nonzero().flatten().tolist(), len(positions)]
-        pieces += [(row, slice(a, b)) for a, b in pairwise(starts)]
-    return pieces
-
-
-def one_by_one(model, ids, position_ids) -> torch.Tensor:
-    """Logits of the sequences, none of which knows of another."""
-    out = [
-        model(ids[row, columns][None], use_cache=False).logits[0] for row, columns in cut(position_ids)
-    ]
-    return torch.cat(out).view(*ids.shape, -1)
 
 
 @pytest.fixture
@@ -342,6 +264,21 @@ def test_autocast(family, side):
     assert all(g.isfinite().all() for g in gradients(ours, loss).values())
 
 
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss"])
+def test_generate_compiled(family):
+    """Python that cannot be traced in a step, which transformers compiles whole on GPUs."""
+    whole = transformers.CompileConfig(backend="eager", fullgraph=True, mode=None)
+    whole._compile_all_devices = True
+    eager, ours = pair(family)
+    ids, options = tokens(), {"max_new_tokens": 4, "do_sample": False, "cache_implementation": "static"}
+    options["attention_mask"] = padding("left")
+    want = eager.generate(ids, **options)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    assert torch.equal(ours.generate(ids, **options, compile_config=whole), want)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+
+
 def test_compiled():
     """Python that torch.compile cannot follow; sequences that see each other once compiled."""
     _, ours = pair("llama")
@@ -368,9 +305,8 @@ def test_masks_of_ones_own(family, kind):
 
 def test_an_encoder():
     """A bidirectional window, half as wide or a key too wide; padding on either side of it."""
-    sizes = {k: v for k, v in SIZES.items() if k not in ("num_key_value_heads", "head_dim")}
     config = transformers.ModernBertConfig(
-        **sizes, local_attention=8, global_attn_every_n_layers=2, cls_token_id=1, sep_token_id=2
+        **sizes(), local_attention=8, global_attn_every_n_layers=2, cls_token_id=1, sep_token_id=2
     )
     eager, ours = models(config, transformers.AutoModel)
     for side in (None, "right", "left"):
@@ -548,7 +484,7 @@ def test_reading_does_not_grow_with_layers(family):
     """A GPU waited for in each layer, or in a step of one token."""
     counts = []
     for layers in (2, 6):
-        config = CONFIGS[family]()
+        config = configuration(family)
         config.num_hidden_layers = layers
         if getattr(config, "layer_types", None):
             config.layer_types = ["sliding_attention", "full_attention"] * (layers // 2)
@@ -603,7 +539,7 @@ def test_dropout():
 
 def test_dropout_of_a_model(calls):
     """attention_dropout of the configuration not reaching the kernel."""
-    config = CONFIGS["llama"]()
+    config = configuration("llama")
     config.attention_dropout = 0.5
     _, ours = models(config)
     ours.train()(tokens(), use_cache=False)
@@ -693,7 +629,9 @@ def test_removed_it_is_unknown():
     registered.remove()
     assert not any("tilewise" in registry for registry in registries())
     with pytest.raises(ValueError, match="tilewise"):
-        transformers.AutoModelForCausalLM.from_config(CONFIGS["llama"](), attn_implementation="tilewise")
+        transformers.AutoModelForCausalLM.from_config(
+            configuration("llama"), attn_implementation="tilewise"
+        )
 
 
 def test_a_model_switches():
