@@ -183,20 +183,16 @@ def test_packed_by_cu_seq_lens(family, whole, calls):
     assert {name for name, _ in calls} == {"attention_varlen"}
 
 
-def test_position_ids_that_change_in_place():
+@pytest.mark.parametrize("inference", [False, True])  # where tensors have no version
+def test_position_ids_that_change_in_place(inference):
     """What was read of a buffer before it was filled anew."""
     _, ours = pair("llama")
-    ids, positions = tokens(1), PACKED[:1].clone()
-    with torch.no_grad():
-        for _ in range(2):
-            want = ours(ids, position_ids=positions.clone(), use_cache=True).logits
-            assert torch.equal(ours(ids, position_ids=positions, use_cache=True).logits, want)
-            positions.copy_(torch.arange(LENGTH))
-    with torch.inference_mode():  # where tensors have no version
-        positions = PACKED[:1].clone()
-        first = ours(ids, position_ids=positions, use_cache=True).logits
+    with torch.inference_mode(inference), torch.no_grad():
+        ids, positions = tokens(1), PACKED[:1].clone()
+        ours(ids, position_ids=positions, use_cache=True)
         positions.copy_(torch.arange(LENGTH))
-        assert not torch.equal(first, ours(ids, position_ids=positions, use_cache=True).logits)
+        got = ours(ids, position_ids=positions, use_cache=True).logits
+        torch.testing.assert_close(got, ours(ids, use_cache=True).logits, **TIGHT)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -581,6 +577,32 @@ def test_what_cannot_be_honoured_is_refused(arguments, error, message):
     _, ours = pair("llama")
     with pytest.raises(error, match=message):
         ours(tokens(1), use_cache=False, **arguments)
+
+
+def test_a_bias_of_packed_sequences_is_refused():
+    """position_bias dropped where sequences are packed."""
+    bias = torch.zeros(1, 4, 17, 17)
+    with pytest.raises(UnsupportedError, match="position_bias"):
+        hf.attention_forward(Layer(), *heads(17, 17, 1), None, position_bias=bias, **LENGTHS)
+
+
+def test_deterministic_reaches_the_core(calls):
+    """ModernBERT's deterministic dropped."""
+    hf.attention_forward(Layer(), *heads(9, 9), None, deterministic=True)
+    assert calls[0][1]["deterministic"] is True
+
+
+def test_a_mask_of_another_dtype():
+    """A mask in fp16 beside queries in fp32, which the core has no bias for; the gradient of a mask."""
+    q, k, v = heads(9, 9)
+    added = torch.randn(3, 4, 9, 9).half().requires_grad_()
+    got, _ = hf.attention_forward(Layer(), q, k, v, added)
+    keys, values = (t.repeat_interleave(2, 1) for t in (k, v))
+    weights = (q @ keys.transpose(2, 3) * 8**-0.5 + added.float()).softmax(-1)
+    want = (weights @ values).transpose(1, 2)
+    torch.testing.assert_close(got, want, **TIGHT)
+    grads = [torch.autograd.grad(out.sin().sum(), added)[0] for out in (got, want)]
+    torch.testing.assert_close(*grads, atol=1e-3, rtol=1e-3)  # in fp16
 
 
 def test_masks_of_another_rank():

@@ -10,9 +10,11 @@ Reading from the device waits for it. It is done once per forward, not in each l
 must be known before a launch: whether a given attention_mask hides anything (if not, and padding behind
 a causal sequence does not, kernels without bias will do); where packed sequences begin, and whether
 position_ids are of packed ones; how far a static cache is filled, before a prefill. Steps of one token
-read nothing. Nor does torch.compile or what a CUDA graph captures: packed batches have their masks
-written out there, and have none where a model makes its masks without position_ids (gpt-oss): pass
-cu_seq_lens. A max_length that is a tensor is read in each layer: pass an int.
+read nothing. A max_length that is a tensor is read in each layer: pass an int.
+
+torch.compile breaks its graph where masks are made, so fullgraph=True needs masks made before, as
+``generate`` does. While a CUDA graph is captured nothing is read. In neither do layers look at
+position_ids: a model that makes its masks without them, as gpt-oss does, needs cu_seq_lens.
 """
 
 from __future__ import annotations
@@ -152,8 +154,8 @@ def attention_forward(
     Raises:
         ValueError, TypeError: naming the argument. UnsupportedError: any of ``others`` that is not idle.
     """
-    others.setdefault("output_attentions", _config(module, "output_attentions"))
     refuse(**{name: other for name, other in others.items() if name not in _NOT_OURS})
+    refuse(output_attentions=getattr(getattr(module, "config", None), "output_attentions", None))
     query, key, value, position_bias = autocast(query, key, value, position_bias)
     q, k, v = (t.transpose(1, 2) for t in (query, key, value))
     options: dict[str, Any] = {
@@ -195,10 +197,6 @@ def attention_forward(
         out = out.unflatten(0, form)
     assert isinstance(out, Tensor)
     return out, None
-
-
-def _config(module: torch.nn.Module, name: str) -> Any:
-    return getattr(getattr(module, "config", None), name, None)
 
 
 def _window(causal: bool, sliding_window: int | None) -> Window:
@@ -332,7 +330,7 @@ def attention_mask(**asked: Any) -> Tensor | None:
     if pattern is None:
         return _written_out(asked)
     skip = asked.get("allow_is_causal_skip", True) or asked.get("allow_is_bidirectional_skip", False)
-    if not skip and pattern.segments is None:  # a model that goes on to change the mask, or compiles it
+    if not skip and pattern.segments is None:  # it goes on to change the mask, or is compiled
         return _written_out(asked)
     if queries == 1 and (given is not None or isinstance(offset, Tensor)):
         return _written_out(asked)  # one row: as cheap as anything, and nothing is read
