@@ -500,6 +500,18 @@ def test_reading_does_not_grow_with_layers(family):
     assert counts[0] == counts[1]
 
 
+@needs_offsets
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("place", ["one query", "one query, static"])
+def test_a_step_reads_nothing(place, on_device):
+    """A GPU waited for at each new token, though one row of a mask costs nothing to write out."""
+    given = padding("left", 3, sum(PLACES[place][::2])).bool()
+    with Reads() as reads:
+        for mask in (given, None):
+            hf.attention_mask(**ask(FUNCTIONS["window"], PLACES[place], mask, on_device))
+    assert reads.count == 0
+
+
 # One layer: its arguments.
 
 
