@@ -383,7 +383,14 @@ FUNCTIONS = {
     "chunks": masking_utils.and_masks(causal, alternating),
     "prefix": masking_utils.or_masks(causal, alternating),
     "everything": everything,
+    "packed": masking_utils.and_masks(
+        causal, masking_utils.packed_sequence_mask_function(torch.arange(20).expand(3, -1) // 6)
+    ),
 }
+if hasattr(masking_utils, "remap_positions_for_packed_sequence"):
+    FUNCTIONS["other positions"] = masking_utils.remap_positions_for_packed_sequence(
+        causal, torch.arange(20).flip(0).expand(3, -1)
+    )
 if hasattr(masking_utils, "bidirectional_mask_function"):
     FUNCTIONS["both sides"] = masking_utils.bidirectional_mask_function
 if hasattr(masking_utils, "sliding_window_bidirectional_mask_function"):
@@ -498,6 +505,22 @@ def test_reading_does_not_grow_with_layers(family):
             ours(ids[:, :1], attention_mask=longer, use_cache=True, **{CACHE: out[CACHE]})
         counts.append((prompt.count, packed.count, step.count))
     assert counts[0] == counts[1]
+
+
+@needs_offsets
+@pytest.mark.parametrize("side", [None, "left"])
+def test_any_packed_mask(side):
+    """Padding dropped from the mask of packed sequences, or a window."""
+    segments = torch.tensor([[0, 0, 0, 0, 0, 0, 1, 1, 1], [0] * 9, [0, 1, 2, 2, 2, 2, 2, 2, 2]])
+    packed = masking_utils.packed_sequence_mask_function(segments)
+    function = masking_utils.and_masks(FUNCTIONS["window"], packed)
+    given = None if side is None else padding(side, 3, 9).bool()
+    asked = ask(function, PLACES["no cache"], given, allow_is_causal_skip=False)
+    q, k, v = heads(9, 9)
+    mask = hf.attention_mask(**asked)
+    assert mask.dtype == (torch.int32 if side is None else torch.bool)
+    got, _ = hf.attention_forward(Layer(), q, k, v, mask)
+    torch.testing.assert_close(got, textbook(q, k, v, masking_utils.sdpa_mask(**asked)), **TIGHT)
 
 
 @needs_offsets

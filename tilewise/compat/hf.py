@@ -347,7 +347,8 @@ def attention_mask(**asked: Any) -> Tensor | None:
     reach = pattern.reach if pattern.reach < max(filled, queries) else 1
 
     if pattern.segments is not None:
-        if given is not None or not _readable(pattern.segments):
+        square = queries == keys == pattern.segments.shape[1]
+        if given is not None or not square or not _readable(pattern.segments):
             return _written_out(asked)
         starts = torch.ones_like(pattern.segments, dtype=torch.bool)
         starts[:, 1:] = pattern.segments.diff() != 0
