@@ -18,7 +18,7 @@ from tilewise import ops
 @pytest.mark.skipif(not dist.is_gloo_available(), reason="this PyTorch has no gloo")
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
 def test_training_step_of_two_processes(kind: str):
-    """Operators that sharded parameters cannot pass through, or gradients reduced beside the backward."""
+    """Operators that sharded parameters cannot pass, or gradients that are reduced meanwhile."""
     want = two_layers.trained_alone()
     got = two_layers.trained_by(kind, "cpu")
     assert got.keys() == want.keys()

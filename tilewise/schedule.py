@@ -184,7 +184,7 @@ def hopper_tile(spec: AttentionSpec) -> HopperTile:
         return _HOPPER_FORWARD_SHORT[dim]
     fp16 = spec.dtype == torch.float16 and not with_terms(spec)
     table = _HOPPER_FORWARD_FP16 if fp16 else _HOPPER_FORWARD
-    return table[dim, spec.window != (None, None) or spec.bias]
+    return table[dim, spec.window != (None, None) or with_terms(spec)]
 
 
 class HopperBackwardTile(NamedTuple):

@@ -15,9 +15,6 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 from tilewise.backends.hopper.launch_backward import CONSUMERS as _CONSUMERS
 from tilewise.backends.hopper.order import count_added, count_last_added
 from tilewise.backends.hopper.terms import (
-    BIAS,
-    DROPOUT_KEY,
-    SLOPES,
     UNALIGNED,
     added,
     keeps_of_blocks,
@@ -28,6 +25,7 @@ from tilewise.backends.hopper.terms import (
     powers_of_near,
 )
 from tilewise.backends.hopper.tile import columns_of, query_range, store_rows, take_key_tile
+from tilewise.backends.triton.terms import BIAS, DROPOUT_KEY, SLOPES
 from tilewise.gluon.compat import label_stages, tma_load
 from tilewise.gluon.ragged import coordinates
 from tilewise.gluon.ring import make_ring

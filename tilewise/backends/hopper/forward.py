@@ -32,8 +32,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from tilewise.backends.hopper.launch import ROWS as _ROWS
 from tilewise.backends.hopper.launch import launch_forward
 from tilewise.backends.hopper.terms import (
-    BIAS,
-    SINK,
     UNSPECIALIZED,
     added,
     dropped,
@@ -61,6 +59,7 @@ from tilewise.backends.hopper.tile import (
     store_rows,
     tile_has_dead_rows,
 )
+from tilewise.backends.triton.terms import BIAS, SINK
 from tilewise.gluon.compat import (
     label,
     label_stages,

@@ -35,17 +35,20 @@ def given_terms(spec: AttentionSpec, x: Inputs, unit: int = 0) -> tuple[Any, ...
     """``Terms``, all of what is not there None; and one more, None if the first key that is seen begins
     a block of dropout's counters in every sequence. unit: of the strides of a bias, or 0 for elements.
     """
-    terms = Terms(*terms_of(spec, x))
-    if terms.bias is None:
-        terms = terms._replace(bias_batch=None, bias_head=None, bias_row=None, bias_key=None)
+    terms = Terms(*terms_of(spec, x))._asdict()
+    strides = Terms._fields[1:4]
+    if x.bias is None:
+        terms |= dict.fromkeys((*strides, "bias_key"))
     elif unit:
-        steps = [step // unit for step in terms[1:4]]
-        terms = terms._replace(bias_batch=steps[0], bias_head=steps[1], bias_row=steps[2])
-    if terms.slopes is None:
-        terms = terms._replace(slopes_batch=None)
-    if terms.dropout_key is None:
-        terms = terms._replace(threshold=None, keep_scale=None)
-    return (*terms, None if terms.dropout_key is None or _blocks_aligned(spec) else 0)
+        terms |= {name: terms[name] // unit for name in strides}
+    if x.alibi_slopes is None:
+        terms["slopes_batch"] = None
+    unaligned = None
+    if spec.dropout_p == 0:
+        terms |= dict.fromkeys(("threshold", "keep_scale"))
+    elif not _blocks_aligned(spec):
+        unaligned = 0
+    return (*terms.values(), unaligned)
 
 
 def bias_unit(spec: AttentionSpec, x: Inputs) -> int:
@@ -188,7 +191,7 @@ def words_of_rows(scores: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, 
             groups = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, counters)))
             group = k_start // 8 + blocks[None, :, None] * 4 + groups[None, None, :]
             w = words(key, group, (q_start + rows)[:, None, None], head, entry)
-            found = (by_now(w[0]), by_now(w[1]), by_now(w[2]), by_now(w[3]))
+            found = (by_now(w[0]), by_now(w[1]), by_now(w[2]), by_now(w[3]))  # type: ignore[assignment]
     return found
 
 
