@@ -21,6 +21,7 @@ from tilewise.backends.hopper.units import unit_of
 from tilewise.backends.triton.terms import BIAS, DROPOUT_KEY, KEEP_SCALE, SINK, SLOPES, Terms, terms_of
 from tilewise.gluon.compat import by_now
 from tilewise.gluon.philox import bits_of, load_key, words
+from tilewise.schedule import with_terms
 from tilewise.spec import AttentionSpec, Inputs
 
 INF = gl.constexpr(float("inf"))
@@ -30,11 +31,15 @@ UNALIGNED = gl.constexpr(len(Terms._fields))
 # Parameters of kernels.
 UNSPECIALIZED = [*Terms._fields[1:5], "slopes_batch", "threshold", "keep_scale", "unaligned"]
 
+NOTHING = (None,) * (len(Terms._fields) + 1)
+
 
 def given_terms(spec: AttentionSpec, x: Inputs, unit: int = 0) -> tuple[Any, ...]:
     """``Terms``, all of what is not there None; and one more, None if the first key that is seen begins
     a block of dropout's counters in every sequence. unit: of the strides of a bias, or 0 for elements.
     """
+    if not with_terms(spec) and not spec.sink:
+        return NOTHING
     terms = Terms(*terms_of(spec, x))._asdict()
     strides = Terms._fields[1:4]
     if x.bias is None:
