@@ -70,9 +70,10 @@ def run(function, *args, **options):
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256)])
+@pytest.mark.parametrize("dims", [(64, 64), (192, 128)])
 def test_every_variant_under_many_schedules(dims, form: str, sim_seeds: range):
-    """A race or a deadlock shows in some order of events, not in all."""
+    """A race or a deadlock shows in some order of events, not in all. Both backwards: that of narrow
+    heads, and that of wide ones."""
     p = Problem(((70, 100),), 1, 2, *dims, "fp16", seed=dims[0], deterministic=True, **FORMS[form])
     results = [simulate(p, seed) for seed in sim_seeds]
     for other in results[1:]:

@@ -71,13 +71,15 @@ EQUIVALENT = {
 # Of next_keys in the product: weights of a key tile, while the product of those before is under way.
 _SOFTMAX = """
 if kind[0]:
-    p_next = powers(s, factor, top, False)
+    p_next = anchored_powers(s, factor, top, n, at, terms)
     total = total + row_sums(p_next)
+    p_next = dropped(p_next, dropout, at[4], place, terms)
     p_next = gl.convert_layout(p_next.to(p.dtype), p.type.layout)
     o, p = warpgroup_mma_wait(0, [o, p_next])
 else:
     p_next, top, shrink = softmax_step(s, factor, top, kind[1])
     total = total * spread(shrink, total) + row_sums(p_next)
+    p_next = dropped(p_next, dropout, at[4], place, terms)
     p_next = gl.convert_layout(p_next.to(p.dtype), p.type.layout)
     o, p = warpgroup_mma_wait(0, [o, p_next])
     o = o * spread(shrink, o)
@@ -99,21 +101,27 @@ done, done_part, done_keys = (tile, part, (runs[0] * TILE_K, runs[3] * TILE_K))
 tile, runs, part = next_tile(queue, ticket + turn, 4)
 """.strip()
 
+_STORE = "lost_rows += store(W, (out, lse, rest, doubt), rows, done, results, problem, terms, how)"
+
+_FIRST_SCORES = """
+s = start_scores(q, q_ring, k_ring, step, scores, Q_IN_REGISTERS)
+lost_rows += store(W, (out, lse, rest, doubt), rows, done, results, problem, terms, how)
+n = mine[3] - 1
+i = tile[2] + rows
+at = (keys, i, tile, load_slope(tile[1], tile[8], terms), dropout_key)
+bias = load_bias_of(W, n, at, problem, terms, how, False)
+dropout = words_of_rows(scores, ROWS, TILE_K, dropout_key, corner(W, n, at, problem), terms)
+s = warpgroup_mma_wait(0, [s])
+k_ring.release(step)
+""".strip()
+
 BY_HAND = {
     "product": [
         (
             "attend",
             "Q is overwritten while it is loaded into registers",
-            "s = start_scores(q, q_ring, k_ring, step, scores, Q_IN_REGISTERS)\n"
-            "lost_rows += store(W, (out, lse, doubt), rows, done, results, problem, how)\n"
-            "s = warpgroup_mma_wait(0, [s])\n"
-            "k_ring.release(step)\n"
-            "release_q(q_ring, number, Q_IN_REGISTERS)",
-            "release_q(q_ring, number, Q_IN_REGISTERS)\n"
-            "s = start_scores(q, q_ring, k_ring, step, scores, Q_IN_REGISTERS)\n"
-            "lost_rows += store(W, (out, lse, doubt), rows, done, results, problem, how)\n"
-            "s = warpgroup_mma_wait(0, [s])\n"
-            "k_ring.release(step)",
+            f"{_FIRST_SCORES}\nrelease_q(q_ring, number, Q_IN_REGISTERS)",
+            f"release_q(q_ring, number, Q_IN_REGISTERS)\n{_FIRST_SCORES}",
         ),
         (
             "attend",
@@ -124,16 +132,15 @@ BY_HAND = {
         (
             "attend",
             "the output of a query tile goes where that of the next belongs",
-            "lost_rows += store(W, (out, lse, doubt), rows, done, results, problem, how)\n"
-            "s = warpgroup_mma_wait(0, [s])",
-            "lost_rows += store(W, (out, lse, doubt), rows, tile, results, problem, how)\n"
-            "s = warpgroup_mma_wait(0, [s])",
+            "lost_rows += store(W, (out, lse, rest, doubt), rows, done, results, problem, terms, how)\n"
+            "n = mine[3] - 1",
+            "lost_rows += store(W, (out, lse, rest, doubt), rows, tile, results, problem, terms, how)\n"
+            "n = mine[3] - 1",
         ),
         (
             "attend",
             "the last output is not stored",
-            "if turn > 0:\n"
-            "    lost_rows += store(W, (out, lse, doubt), rows, done, results, problem, how)",
+            f"if turn > 0:\n    {_STORE}",
             "pass",
         ),
         (
@@ -163,8 +170,8 @@ BY_HAND = {
         (
             "attend",
             "the first key tile is masked only where the right edge is",
-            "if (n < mine[1]) | (n >= mine[2]):\n    s = masked(s, n, keys, i, tile, problem)",
-            "if n >= mine[2]:\n    s = masked(s, n, keys, i, tile, problem)",
+            "hidden = (n < mine[1]) | (n >= mine[2])",
+            "hidden = n >= mine[2]",
         ),
         (
             "pass_by",
