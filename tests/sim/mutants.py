@@ -179,7 +179,7 @@ _PRODUCT = (
     Variant(_TWO._replace(q_in_registers=False), "wide", _CAUSAL),
     Variant(_THREE._replace(stages=3), "packed short"),
     Variant(_TWO, "huge half"),
-    Variant(_TWO, "broken", programs=4),
+    Variant(_TWO, "broken sink", programs=4),
     Variant(_TWO, "broken overflow", _CAUSAL, programs=4),
 )
 _PACKED = [n for n, variant in enumerate(_PRODUCT) if "packed" in variant.values]
@@ -206,6 +206,8 @@ def _product_problem(variant: int) -> tuple[AttentionSpec, Inputs, Outputs]:
     if "half" in values:
         q, k, v = (t.half() for t in (q, k, v))
     x = Inputs(q, k, v)
+    if "sink" in values:
+        x = x._replace(sink=torch.ones(q.shape[2]))
     if "packed" in values:
         ends = [150, 170, length]  # the second sequence lacks a query tile that the others have
         if "short" in values:  # one key tile for each query tile
