@@ -222,6 +222,33 @@ def test_no_keys_at_all():
     assert not out.any() and (lse[0, 0] == 0.5).all() and (lse[0, 1] == -torch.inf).all()
 
 
+@pytest.mark.parametrize(
+    "p",
+    [
+        Problem(((5, 0), (3, 0)), 1, 2, 64, 64, "fp16", sink="fp32", varlen=True, tail=(3, 0)),
+        Problem(((5, 0), (5, 0)), 1, 2, 64, 64, "fp16", sink="fp32", used_q=(2, 3)),
+        Problem((), 1, 1, 64, 64, "fp16", sink="bf16", varlen=True, tail=(3, 0)),
+    ],
+)
+def test_a_sink_is_no_log_sum_exp_of_rows_that_belong_to_no_sequence(p: Problem):
+    """Where there are no keys nothing is launched: all rows got the sink, and its gradient counted them."""
+    t = problems.tensors(p)
+    problems.check_results(p, t, problems.run(p, t, **HOW))
+
+
+@pytest.mark.parametrize("cap", [5.0, 50.0, 400.0])
+def test_softcap_is_as_exact_as_scores_are(cap: float):
+    """An error relative to the cap is more than fp32 may lose of a log-sum-exp of few keys."""
+    for seed in range(10):
+        p = Problem(((65, 40),), 1, 1, 64, 64, "fp16", causal=True, window=(3, None), softcap=cap)
+        simulate(replace(p, loss="none", seed=seed))
+
+
+def test_most_weights_are_dropped():
+    """A threshold above half of all 16-bit numbers is negative, or too large, moved to the upper half."""
+    simulate(Problem(((33, 64),), 1, 1, 64, 64, "bf16", dropout_p=0.9))
+
+
 @pytest.mark.parametrize("logit", [3e38, torch.finfo(torch.float32).min])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_sinks_at_the_ends_of_fp32(logit: float, dtype: torch.dtype):

@@ -168,7 +168,7 @@ def visit(
     dk, dv = state
     tile, runs, problem, dropout_key = work
     terms = problem[4]
-    scale, softcap, gradient_scale, large_cap = factors
+    scale, softcap, gradient_scale = factors
     if keys is not None:
         k, v = keys
     else:
@@ -194,7 +194,7 @@ def visit(
     lse = lse_s.index(st).load(per_query)
     to_add = load_added(n, head, W, work, scores, ROWS, TILE_Q)
     s = warpgroup_mma_wait(1, [s_token])
-    s, factor = logits(s, scale, softcap, large_cap)
+    s, factor = logits(s, scale, softcap)
     p = weights(s, factor, to_add, n, W, lse, rest_s, st, work)
     p = with_dropout(p, keeps, n, head, W, work)
     p = masked(p, n, W, tile, runs, problem, CONSUMERS * ROWS)
@@ -299,7 +299,6 @@ def backward_kernel(
     right,
     scale,
     softcap,
-    large_cap,  # 1: see ``logits``
     gradient_scale,
     columns_d,  # in units as well
     columns_dv,
@@ -363,7 +362,7 @@ def backward_kernel(
     dk_to = (dk_ptr, (dk_batch, dk_row, dk_head), columns_d, UNIT_D)
     dv_to = (dv_ptr, (dv_batch, dv_row, dv_head), columns_dv, UNIT_DV)
     results = (dk_to, dv_to)
-    factors = (scale, softcap, gradient_scale, large_cap)
+    factors = (scale, softcap, gradient_scale)
     shared = (ring, beside, once, ds_ring, (dq_ptr, rows_of_head))
     PLACED: gl.constexpr = bias_ptr is not None or slopes_ptr is not None or dropout_key is not None
     queue = make_queue("tiles", 18 if PLACED else 15, 1, CONSUMERS + (1 if progress is not None else 0))

@@ -242,7 +242,7 @@ def visit_weights(
     tile, runs, problem, dropout_key = work
     ring, beside, once, ds_ring, dq_rows = shared
     dout_s, lse_s, minus_delta_s, rest_s = beside
-    scale, softcap, gradient_scale, large_cap = factors
+    scale, softcap, gradient_scale = factors
     DTYPE: gl.constexpr = ring.buffer.dtype
     TILE_Q: gl.constexpr = ring.buffer.shape[1]
     TILE_K: gl.constexpr = once[0].shape[1]
@@ -256,7 +256,7 @@ def visit_weights(
     lse = lse_s.index(st).load(gl.SliceLayout(0, scores))
     to_add = load_added(n, head, 0, work, scores, TILE_K, TILE_Q)
     s = warpgroup_mma_wait(0, [s_token])
-    s, factor = logits(s, scale, softcap, large_cap)
+    s, factor = logits(s, scale, softcap)
     p = weights(s, factor, to_add, n, 0, lse, rest_s, st, work)
     p = with_dropout(p, keeps, n, head, 0, work)
     p = masked(p, n, 0, tile, runs, problem, TILE_K)

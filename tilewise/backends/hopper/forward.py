@@ -749,7 +749,6 @@ def forward_kernel(
     right,
     scale,
     softcap,
-    large_cap,  # 1: see ``logits``
     tiles,
     columns,  # of the output, up to BLOCK_DV
     BLOCK_D: gl.constexpr,
@@ -826,7 +825,7 @@ def forward_kernel(
         (heads, group, batch_heads, together),
         (left, right),
     )
-    factors = (scale, softcap, large_cap)
+    factors = (scale, softcap)
     shared = (results, rings, problem, factors, turns, queue, terms)
     COALESCED: gl.constexpr = BLOCK_D * PARTS <= 128 and BLOCK_DV <= 128  # else no room for it
     how: gl.constexpr = (CONSUMERS, Q_IN_REGISTERS, PING_PONG, RAGGED, BIAS_UNIT, COALESCED)

@@ -11,7 +11,7 @@ import triton
 from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from tilewise import mask, schedule
+from tilewise import mask, schedule, unused
 from tilewise.backends.hopper.agenda import (
     Agenda,
     agenda,
@@ -46,11 +46,6 @@ def block_columns(head_dim: int) -> int:
     return max(64, triton.next_power_of_2(head_dim))
 
 
-def large_cap(spec: AttentionSpec) -> int | None:
-    """1 for a softcap beyond which an error relative to it is more than fp32 keeps of most scores."""
-    return 1 if spec.softcap is not None and spec.softcap > 64 else None
-
-
 class Plan(NamedTuple):
     """What a launch needs besides tensors: the same for every call with one spec."""
 
@@ -81,7 +76,6 @@ def plan_forward(spec: AttentionSpec, bias_unit: int = 0) -> Plan:
         "left": spec.window_left,
         "right": spec.window_right,
         **factors_of_scores(spec, natural=spec.bias),
-        "large_cap": large_cap(spec),
         "tiles": tiles,
         "columns": spec.head_dim_v,
         "BLOCK_D": blocks[0],
@@ -127,8 +121,10 @@ def launch_forward(
     if spec.max_seqlen_k == 0:
         out.zero_()
         lse.fill_(-math.inf)
-        if x.sink is not None and lse.numel():
-            lse.copy_(x.sink.view(-1, 1).expand_as(lse))
+        if x.sink is not None:
+            there = torch.ones_like(lse.mT, memory_format=torch.contiguous_format)
+            unused.clear(spec, x, "q", there)
+            lse.copy_(torch.where(there.mT > 0, x.sink.float()[:, None], -math.inf))
         if spec.bias:
             saved.zero_()
         return

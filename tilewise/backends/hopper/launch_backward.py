@@ -14,7 +14,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from tilewise import mask, schedule
 from tilewise.backends.hopper.agenda import heads_together
 from tilewise.backends.hopper.around import Prepared
-from tilewise.backends.hopper.launch import ROWS, block_columns, descriptor, for_tma, large_cap
+from tilewise.backends.hopper.launch import ROWS, block_columns, descriptor, for_tma
 from tilewise.backends.hopper.terms import given_terms
 from tilewise.backends.hopper.units import in_units, unit_of
 from tilewise.backends.relaunch import Relaunch
@@ -76,7 +76,6 @@ def plan_backward(spec: AttentionSpec, of_head: int, of_entry: int) -> Plan:
         "left": spec.window_left,
         "right": spec.window_right,
         **factors_of_scores(spec, natural=spec.bias),
-        "large_cap": large_cap(spec),
         "gradient_scale": spec.scale,
         "columns_d": spec.head_dim // unit_d,
         "columns_dv": spec.head_dim_v // unit_dv,

@@ -229,7 +229,7 @@ def _dropped_by_rows(p, words, threshold):
     high = gl.where(number == 2, _spread(words[2]), _spread(words[3]))
     word = gl.where(number < 2, low, high)
     bits = gl.where(half == 0, word << 16, word)  # on top, the others below do not matter
-    keep = bits >= (threshold << 16).to(gl.uint32)
+    keep = bits >= threshold.to(gl.uint32) << 16
     return gl.convert_layout(gl.where(keep, p, 0.0).reshape([ROWS, KEYS]), scores)
 
 

@@ -18,19 +18,24 @@ _key_range = gluon.jit(mask.key_range)
 finite = gluon.jit(portable.finite.fn)
 EVERYTHING = gl.constexpr(2**30)
 softcap_slope = gluon.jit(portable.softcap_slope.fn)
-_logits = gluon.jit(portable.logits.fn)
 sequence_rows = gluon.jit(portable.sequence_rows.fn)
 
 
 @gluon.jit
-def logits(products, scale, softcap, large):
-    """``logits`` of the Triton kernels, but for a softcap that is not large by a shorter way: its error
-    is relative to the cap, not to the score, and below what fp32 holds of scores as large as that."""
-    if softcap is None or large is not None:
-        return _logits(products, scale, softcap)
-    else:
-        grown = gl.exp2(products * (scale * 2.8853900817779268))
-        return softcap - (2.0 * softcap) * reciprocal(1.0 + grown), 1.0
+def logits(products, scale, softcap):
+    """``logits`` of the Triton kernels, with a reciprocal for a division."""
+    if softcap is not None:
+        return softcap * tanh(products * scale), 1.0
+    return products, scale
+
+
+@gluon.jit
+def tanh(x):
+    """As in the Triton kernels, see there."""
+    far = 1.0 - 2.0 * reciprocal(1.0 + gl.exp2(x * 2.8853900817779268))
+    t = x * x
+    near = -0.333330750 + t * (0.133249074 + t * (-0.0529942289 + t * 0.0171512943))
+    return gl.where(gl.abs(x) < 0.5, x + x * t * near, far)
 
 
 @gluon.jit
