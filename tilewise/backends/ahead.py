@@ -62,6 +62,12 @@ def recording(family: str) -> Iterator[list[Launch]]:
         yield recorded
 
 
+def nvidia(capability: tuple[int, int]) -> GPUTarget:
+    """NVIDIA's GPUs of a compute capability, as Triton calls those that it finds."""
+    major, minor = capability
+    return GPUTarget("cuda", major * 10 + minor, 32)
+
+
 def compile_launch(launch: Launch, target: GPUTarget) -> Any:
     """What Triton builds for a launch, or finds on disk."""
     gpu = _Absent(target)
