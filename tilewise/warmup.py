@@ -44,8 +44,7 @@ class Problem(NamedTuple):
 
 # Of an integer Triton compiles in whether it is 1, and whether a multiple of 16. On Hopper there is a
 # tile for up to schedule.SHORT keys and one for more; few queries of many keys are broken into parts.
-# From one batch entry to the next, statistics of 12 heads are a multiple of 16 numbers where 4 divides the
-# length.
+# Statistics of 12 heads are a multiple of 16 numbers for each batch entry where 4 divides the length.
 _DENSE = (
     Problem(64, 64),
     Problem(512, 512),
