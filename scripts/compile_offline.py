@@ -12,7 +12,6 @@ must not.
 from __future__ import annotations
 
 import argparse
-import inspect
 import io
 import os
 import re
@@ -26,7 +25,6 @@ from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 os.environ.pop("TRITON_INTERPRET", None)
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
@@ -36,17 +34,14 @@ import sass
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-from triton.runtime.jit import JITFunction
+from triton.experimental.gluon._runtime import GluonJITFunction
 
-from tilewise import dispatch, ops, schedule
+from tilewise import dispatch, ops
+from tilewise.backends import ahead
+from tilewise.backends.ahead import Launch
 from tilewise.backends.hopper import backward as hopper_backward
-from tilewise.backends.hopper.launch import plan_forward
-from tilewise.backends.hopper.launch_backward import CONSUMERS, plan_backward
+from tilewise.backends.hopper.launch_backward import CONSUMERS
 from tilewise.backends.triton import clear
-from tilewise.backends.triton.launch import plan_launch
 from tilewise.spec import AttentionSpec, Inputs, make_spec
 
 KB = 1024
@@ -236,32 +231,11 @@ FEWER = (
 )
 
 
-@dataclass(frozen=True)
-class Launch:
-    kernel: JITFunction
-    arguments: dict[str, Any]
-    options: dict[str, Any]
-
-
 def launches(case: Case, kernel: dispatch.Kernel, arch: Arch) -> Iterator[Launch]:
     """The launches of one forward and, where there is one, backward on tensors without data."""
-    recorded: list[Launch] = []
-
-    def record(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-        names = inspect.signature(self.fn).parameters
-        options = {k: v for k, v in kwargs.items() if k not in names}
-        given = {k: v for k, v in kwargs.items() if k in names}
-        bound = inspect.signature(self.fn).bind(*args, **given)
-        recorded.append(Launch(self, dict(bound.arguments), options))
-
-    for planned in (plan_launch, plan_forward, plan_backward):
-        planned.cache_clear()  # they know only this machine's GPU, which is none
     spec, x = _problem(case, kernel.algorithm)
     module = kernel.load()
-    with (
-        mock.patch.object(JITFunction, "run", record),
-        mock.patch.object(schedule, "_family", lambda device: arch.family),
-    ):
+    with ahead.recording(arch.family) as recorded:
         out = ops._empty_out(spec, x)
         lse, saved = ops._empty_statistics(spec, x)
         if spec.ragged:
@@ -305,50 +279,10 @@ def compile_launch(launch: Launch, arch: Arch) -> tuple[Any, str]:
     """Compile with the types and specializations that a launch on a GPU would have.
 
     Returns what Triton built, and what ptxas had to say of it."""
-    signature: dict[str, Any] = {}
-    constants: dict[tuple[int, ...], Any] = {}
-    attributes: dict[tuple[int, ...], Any] = {}
-    constexprs = {p.name for p in launch.kernel.params if p.is_constexpr}
-    general = {p.num for p in launch.kernel.params if p.do_not_specialize}
-
-    def describe(value: Any, path: tuple[int, ...]) -> Any:
-        if isinstance(value, tuple):
-            return tuple(describe(item, (*path, n)) for n, item in enumerate(value))
-        if isinstance(value, TensorDescriptor):
-            return f"tensordesc<{_TYPE_NAMES[value.base.dtype]}{value.block_shape},{value.layout!r}>"
-        if isinstance(value, torch.Tensor):
-            attributes[path] = [["tt.divisibility", 16]]
-            return "*" + _TYPE_NAMES[value.dtype]
-        if isinstance(value, float):
-            return "fp32"
-        specialised = path[0] not in general
-        if value is None or (specialised and value == 1):
-            constants[path] = value
-            return "constexpr"
-        if specialised and value % 16 == 0:
-            attributes[path] = [["tt.divisibility", 16]]
-        return "i32" if abs(value) < 2**31 else "i64"
-
-    for n, (name, value) in enumerate(launch.arguments.items()):
-        if name in constexprs:
-            signature[name], constants[(n,)] = "constexpr", value
-        else:
-            signature[name] = describe(value, (n,))
-    make_source = GluonASTSource if isinstance(launch.kernel, GluonJITFunction) else ASTSource
-    source = make_source(launch.kernel, signature, constants, attributes)
     triton.knobs.nvidia.dump_ptxas_log = True
     triton.knobs.compilation.always_compile = True  # what comes out of a cache has no log
     with redirect_stdout(io.StringIO()) as log:
-        return triton.compile(source, target=arch.target, options=launch.options), log.getvalue()
-
-
-_TYPE_NAMES = {
-    torch.float16: "fp16",
-    torch.bfloat16: "bf16",
-    torch.float32: "fp32",
-    torch.int32: "i32",
-    torch.int64: "i64",
-}
+        return ahead.compile_launch(launch, arch.target), log.getvalue()
 
 
 def resources(built: Any, log: str, arch: Arch) -> dict[str, int]:

@@ -128,8 +128,10 @@ def _empty_statistics(spec: AttentionSpec, x: Inputs) -> tuple[Tensor, Tensor]:
     return lse, saved
 
 
-def _run_forward(spec: AttentionSpec, x: Inputs, out: Tensor) -> tuple[Tensor, Tensor]:
-    kernel = dispatch.choose(spec, "forward")
+def run_forward(
+    kernel: dispatch.Kernel, spec: AttentionSpec, x: Inputs, out: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Fill out with a kernel. Returns lse and saved."""
     lse, saved = _empty_statistics(spec, x)
     unused.clear(spec, x, "q", out)
     kernel.load().forward(spec, x, out, lse, saved)
@@ -140,7 +142,7 @@ def _forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     spec, x = _prepare(args)
     check_values(spec, x)
     out = _empty_out(spec, x)
-    lse, saved = _run_forward(spec, x, out)
+    lse, saved = run_forward(dispatch.choose(spec, "forward"), spec, x, out)
     return out, lse, saved
 
 
@@ -150,7 +152,7 @@ def _forward_out(out: Tensor, *args: Any) -> Tensor:
     check_out(spec, x, out)
     # Kernels store rows while others still read inputs.
     target = torch.empty_like(out) if any(_may_overlap(out, t) for t in x) else out
-    lse, _ = _run_forward(spec, x, target)
+    lse, _ = run_forward(dispatch.choose(spec, "forward"), spec, x, target)
     if target is not out:
         out.copy_(target)
     return lse
@@ -213,6 +215,22 @@ class Gradients:
         unused.clear(spec, x, "k", self.v)
 
 
+def run_backward(
+    kernel: dispatch.Kernel,
+    spec: AttentionSpec,
+    x: Inputs,
+    out: Tensor,
+    lse: Tensor,
+    saved: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+    grads: Gradients,
+) -> None:
+    """Fill grads with a kernel."""
+    grads.clear_unused(spec, x)
+    kernel.load().backward(spec, x, out, lse, saved, dout, dlse, grads)
+
+
 def _backward(
     dout: Tensor,
     dlse: Tensor | None,
@@ -227,8 +245,7 @@ def _backward(
     extra = frozenset() if dlse is None else frozenset({"lse_grad"})
     kernel = dispatch.choose(spec, "backward", extra)
     grads = Gradients(spec, x, bias_grad, sink_grad)
-    grads.clear_unused(spec, x)
-    kernel.load().backward(spec, x, out, lse, saved, _rows(dout), dlse, grads)
+    run_backward(kernel, spec, x, out, lse, saved, _rows(dout), dlse, grads)
     return _as_returned(grads)
 
 

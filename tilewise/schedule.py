@@ -130,10 +130,13 @@ def _family(device: torch.device) -> str:
     """The row of _FAMILIES that serves a GPU."""
     if torch.version.hip:
         return "other"
-    major, minor = torch.cuda.get_device_capability(device)
-    return {(8, 0): "ampere", (9, 0): "hopper", (10, 0): "blackwell", (10, 3): "blackwell"}.get(
-        (major, minor), "other"
-    )
+    return family_of(torch.cuda.get_device_capability(device))
+
+
+def family_of(capability: tuple[int, int]) -> str:
+    """The row of _FAMILIES that serves NVIDIA's GPUs of a compute capability."""
+    families = {(8, 0): "ampere", (9, 0): "hopper", (10, 0): "blackwell", (10, 3): "blackwell"}
+    return families.get(capability, "other")
 
 
 class HopperTile(NamedTuple):

@@ -19,7 +19,7 @@ def clear(spec: AttentionSpec, x: Inputs, side: Literal["q", "k"], t: Tensor) ->
         cu_seqlens, seqused, longest = x.cu_seqlens_k, x.seqused_k, spec.max_seqlen_k
     if cu_seqlens is None and seqused is None:
         return
-    if t.device.type != "cuda":
+    if t.device.type == "cpu":
         _clear_some(t, cu_seqlens, seqused, longest)
     elif t.is_contiguous():
         from tilewise.backends.triton import clear as gpu  # not everybody who imports this has Triton

@@ -12,6 +12,8 @@ from typing import Any
 from torch import Tensor
 from triton.compiler import CompiledKernel
 
+from tilewise.backends.keys import settle
+
 
 class Relaunch:
     """A kernel with all arguments that are the same for every call of a plan.
@@ -34,6 +36,7 @@ class Relaunch:
             run(*given, *self.arguments.values())
             return
         _check(kernel, given)
+        settle(kernel)
         compiled = kernel[(self.programs,)](*given, **self.arguments, **self.options)
         if isinstance(compiled, CompiledKernel):  # nothing is, in the simulator
             self._variants[kind] = compiled[(self.programs, 1, 1)]

@@ -12,7 +12,14 @@ from rich.console import Console
 
 import tilewise
 from tilewise import doctor
-from tilewise.cli import bench_command, demo_view, doctor_view, roofline_command, trace_command
+from tilewise.cli import (
+    bench_command,
+    demo_view,
+    doctor_view,
+    roofline_command,
+    trace_command,
+    warmup_command,
+)
 from tilewise.demo import corpus, picture, run
 from tilewise.demo.train import Plan
 
@@ -26,6 +33,7 @@ app.command("bench")(bench_command.bench)
 app.command("plot")(bench_command.plot)
 app.command("roofline")(roofline_command.roofline)
 app.command("trace")(trace_command.trace)
+app.command("warmup")(warmup_command.warmup)
 _screen = Console(highlight=False)
 
 

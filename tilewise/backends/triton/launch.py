@@ -12,6 +12,7 @@ import triton
 from torch import Tensor
 
 from tilewise import schedule
+from tilewise.backends.keys import settle
 from tilewise.spec import AttentionSpec, Inputs
 
 Strides = tuple[int, int, int]
@@ -103,6 +104,7 @@ def launch_planned(
     """Launch a kernel as planned, with arguments that are not planned beside those that are."""
     if plan.programs == 0:
         return
+    settle(kernel)
     with on_device(spec.device):
         kernel[(plan.programs,)](
             *operands,
