@@ -231,7 +231,7 @@ def test_no_keys_at_all():
     ],
 )
 def test_a_sink_is_no_log_sum_exp_of_rows_that_belong_to_no_sequence(p: Problem):
-    """Where there are no keys nothing is launched: all rows got the sink, and its gradient counted them."""
+    """Where there are no keys nothing is launched: all rows got the sink, its gradient counted them."""
     t = problems.tensors(p)
     problems.check_results(p, t, problems.run(p, t, **HOW))
 
@@ -245,7 +245,7 @@ def test_softcap_is_as_exact_as_scores_are(cap: float):
 
 
 def test_most_weights_are_dropped():
-    """A threshold above half of all 16-bit numbers is negative, or too large, moved to the upper half."""
+    """A threshold above half of all 16-bit numbers is negative, or too large, in the upper half."""
     simulate(Problem(((33, 64),), 1, 1, 64, 64, "bf16", dropout_p=0.9))
 
 
