@@ -122,9 +122,9 @@ def launch_forward(
         out.zero_()
         lse.fill_(-math.inf)
         if x.sink is not None:
-            there = torch.ones_like(lse.mT, memory_format=torch.contiguous_format)
+            there = lse.new_ones(*lse.mT.shape, 1)  # as queries lie
             unused.clear(spec, x, "q", there)
-            lse.copy_(torch.where(there.mT > 0, x.sink.float()[:, None], -math.inf))
+            lse.copy_(torch.where(there[..., 0].mT > 0, x.sink.float()[:, None], -math.inf))
         if spec.bias:
             saved.zero_()
         return
