@@ -197,7 +197,7 @@ KNOWN_SPILLS = {
     "d192-128-everything": 186,
     "d192-128-everything-backward": 42,
     "d192-128-softcap-backward": 1,
-    "d256-bias-sink": 4,
+    "d256-bias-sink": 6,
     "d256-bias-sink-backward": 20,
     "d256-broken-fp16-causal": 2,
     "d256-causal-backward": 3,
