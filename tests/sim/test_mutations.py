@@ -110,7 +110,8 @@ n = mine[3] - 1
 i = tile[2] + rows
 at = (keys, i, tile, load_slope(tile[1], tile[8], terms), dropout_key)
 bias = load_bias_of(W, n, at, problem, terms, how, False)
-dropout = words_of_rows(scores, ROWS, TILE_K, dropout_key, corner(W, n, at, problem), terms)
+place = corner(W, n, at, problem)
+dropout = words_of_rows(scores, ROWS, TILE_K, dropout_key, place, terms)
 s = warpgroup_mma_wait(0, [s])
 k_ring.release(step)
 """.strip()

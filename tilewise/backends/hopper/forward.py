@@ -280,7 +280,8 @@ def attend(W: gl.constexpr, shared, start, how: gl.constexpr, ANCHORED: gl.const
         i = tile[2] + rows
         at = (keys, i, tile, load_slope(tile[1], tile[8], terms), dropout_key)
         bias = load_bias_of(W, n, at, problem, terms, how, False)
-        dropout = words_of_rows(scores, ROWS, TILE_K, dropout_key, corner(W, n, at, problem), terms)
+        place = corner(W, n, at, problem)
+        dropout = words_of_rows(scores, ROWS, TILE_K, dropout_key, place, terms)
         s = warpgroup_mma_wait(0, [s])
         k_ring.release(step)
         release_q(q_ring, number, Q_IN_REGISTERS)
@@ -291,7 +292,7 @@ def attend(W: gl.constexpr, shared, start, how: gl.constexpr, ANCHORED: gl.const
         if hidden:
             s = masked(s, n, keys, i, tile, problem)
         p, top, total = first_step(s, factor, n, at, terms, kind)
-        p = dropped(p, dropout, dropout_key, corner(W, n, at, problem), terms)
+        p = dropped(p, dropout, dropout_key, place, terms)
         p = gl.convert_layout(p.to(DTYPE), gl.DotOperandLayout(0, output, 2))
         o = gl.zeros([ROWS, BLOCK_DV], gl.float32, output)
 

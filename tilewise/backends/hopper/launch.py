@@ -111,7 +111,7 @@ def launch_forward(
 ) -> None:
     """Fill out and lse, and saved where there is a bias."""
     # What is planned while a graph is recorded may be second best, and is not kept.
-    unit = bias_unit(spec, x) if spec.bias else 0
+    unit = bias_unit(spec, x)
     if capturing(spec.device):
         plan = plan_forward.__wrapped__(spec, unit)
         if plan.agenda is not None:

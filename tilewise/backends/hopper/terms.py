@@ -18,7 +18,16 @@ from triton.experimental.gluon import language as gl
 from tilewise import mask
 from tilewise.backends.hopper.tile import finite
 from tilewise.backends.hopper.units import unit_of
-from tilewise.backends.triton.terms import BIAS, DROPOUT_KEY, KEEP_SCALE, SINK, SLOPES, Terms, terms_of
+from tilewise.backends.triton.terms import (
+    BIAS,
+    DROPOUT_KEY,
+    KEEP_SCALE,
+    SINK,
+    SLOPES,
+    THRESHOLD,
+    Terms,
+    terms_of,
+)
 from tilewise.gluon.compat import by_now
 from tilewise.gluon.philox import bits_of, load_key, words
 from tilewise.schedule import with_terms
@@ -58,9 +67,11 @@ def given_terms(spec: AttentionSpec, x: Inputs, unit: int = 0) -> tuple[Any, ...
 
 def bias_unit(spec: AttentionSpec, x: Inputs) -> int:
     """In how many elements strides of a bias are given to kernels that read it along its keys, which
-    are adjacent then. 0: in elements, and keys may be anywhere."""
+    are adjacent then. 0: in elements, and keys may be anywhere; or there is no bias."""
+    if not spec.bias:
+        return 0
     terms = Terms(*terms_of(spec, x))
-    return unit_of(*terms[1:4]) if terms.bias is not None and terms.bias_key == 1 else 0
+    return unit_of(*terms[1:4]) if terms.bias_key == 1 else 0
 
 
 def _blocks_aligned(spec: AttentionSpec) -> bool:
@@ -205,14 +216,14 @@ def dropped(p, words, key, at, terms):
     """Weights (queries, keys), 0 where dropout takes them."""
     if terms[DROPOUT_KEY] is not None:
         if terms[UNALIGNED] is None:
-            p = _dropped_by_rows(p, words, terms[9])
+            p = _dropped_by_rows(p, words, terms[THRESHOLD])
         else:
             q_start, k_start, entry, head = at
             layout: gl.constexpr = p.type.layout
             i = q_start + gl.arange(0, p.shape[0], gl.SliceLayout(1, layout))
             j = k_start + gl.arange(0, p.shape[1], gl.SliceLayout(0, layout))
             bits = bits_of_pairs(key, i[:, None], j[None, :], entry, head)
-            p = gl.where(bits >= terms[9], p, 0.0)
+            p = gl.where(bits >= terms[THRESHOLD], p, 0.0)
     return p
 
 
@@ -225,9 +236,7 @@ def _dropped_by_rows(p, words, threshold):
     all_five: gl.constexpr = p.type.layout
     number = gl.arange(0, 4, _only(2, all_five))[None, None, :, None, None]
     half = gl.arange(0, 2, _only(4, all_five))[None, None, None, None, :]
-    low = gl.where(number == 0, _spread(words[0]), _spread(words[1]))
-    high = gl.where(number == 2, _spread(words[2]), _spread(words[3]))
-    word = gl.where(number < 2, low, high)
+    word = _word(number, _spread(words[0]), _spread(words[1]), _spread(words[2]), _spread(words[3]))
     bits = gl.where(half == 0, word << 16, word)  # on top, the others below do not matter
     keep = bits >= threshold.to(gl.uint32) << 16
     return gl.convert_layout(gl.where(keep, p, 0.0).reshape([ROWS, KEYS]), scores)
@@ -262,9 +271,14 @@ def _only(dim, layout):
 def bits_of_pairs(key, i, j, entry, head):
     """Dropout's 16 bits of every query i and key j, each from a counter of its own."""
     w0, w1, w2, w3 = words(key, j // 32 * 4 + j // 2 % 4, i, head, entry)
-    word = j // 8 % 4
-    low, high = gl.where(word == 0, w0, w1), gl.where(word == 2, w2, w3)
-    return bits_of(gl.where(word < 2, low, high), j % 2)
+    return bits_of(_word(j // 8 % 4, w0, w1, w2, w3), j % 2)
+
+
+@gluon.jit
+def _word(number, w0, w1, w2, w3):
+    """The one of four words with a number."""
+    low, high = gl.where(number == 0, w0, w1), gl.where(number == 2, w2, w3)
+    return gl.where(number < 2, low, high)
 
 
 @gluon.jit
@@ -279,7 +293,7 @@ def keeps_of_blocks(scores: gl.constexpr, KEYS: gl.constexpr, QUERIES: gl.conste
     group = k_start // 8 + gl.arange(0, KEYS // 8, gl.SliceLayout(1, shares))
     query = q_start + gl.arange(0, QUERIES, gl.SliceLayout(0, shares))
     w = words(key, group[:, None], query[None, :], head, entry)
-    keeps = bits_kept(w, gl.zeros([KEYS // 8, QUERIES], gl.int32, shares), terms[9])
+    keeps = bits_kept(w, gl.zeros([KEYS // 8, QUERIES], gl.int32, shares), terms[THRESHOLD])
     keeps = keeps.to(gl.uint8).reshape([KEYS // 32, 4, QUERIES])
     five = gl.zeros([KEYS, QUERIES], gl.int32, scores).reshape([KEYS // 32, 4, 4, 2, QUERIES])
     all_five: gl.constexpr = five.type.layout  # block, word, group, half, query
@@ -309,7 +323,7 @@ def marked_by_pairs(p, key, at, terms):
     j = k_start + gl.arange(0, p.shape[0], gl.SliceLayout(1, layout))
     i = q_start + gl.arange(0, p.shape[1], gl.SliceLayout(0, layout))
     bits = bits_of_pairs(key, i[None, :], j[:, None], entry, head)
-    return gl.where(bits >= terms[9], p, -p)
+    return gl.where(bits >= terms[THRESHOLD], p, -p)
 
 
 @gluon.jit

@@ -17,13 +17,14 @@ key_span = gluon.jit(mask.key_span)
 _key_range = gluon.jit(mask.key_range)
 finite = gluon.jit(portable.finite.fn)
 EVERYTHING = gl.constexpr(2**30)
+exact_near_zero = gluon.jit(portable.exact_near_zero.fn)
 softcap_slope = gluon.jit(portable.softcap_slope.fn)
 sequence_rows = gluon.jit(portable.sequence_rows.fn)
 
 
 @gluon.jit
 def logits(products, scale, softcap):
-    """``logits`` of the Triton kernels, with a reciprocal for a division."""
+    """``logits`` of the Triton kernels, with the ``tanh`` of this module."""
     if softcap is not None:
         return softcap * tanh(products * scale), 1.0
     return products, scale
@@ -31,11 +32,8 @@ def logits(products, scale, softcap):
 
 @gluon.jit
 def tanh(x):
-    """As in the Triton kernels, see there."""
-    far = 1.0 - 2.0 * reciprocal(1.0 + gl.exp2(x * 2.8853900817779268))
-    t = x * x
-    near = -0.333330750 + t * (0.133249074 + t * (-0.0529942289 + t * 0.0171512943))
-    return gl.where(gl.abs(x) < 0.5, x + x * t * near, far)
+    """``tanh`` of the Triton kernels, with a reciprocal for a division."""
+    return exact_near_zero(x, 1.0 - 2.0 * reciprocal(1.0 + gl.exp2(x * 2.8853900817779268)))
 
 
 @gluon.jit

@@ -44,6 +44,7 @@ BIAS = tl.constexpr(Terms._fields.index("bias"))
 SLOPES = tl.constexpr(Terms._fields.index("slopes"))
 SINK = tl.constexpr(Terms._fields.index("sink"))
 DROPOUT_KEY = tl.constexpr(Terms._fields.index("dropout_key"))
+THRESHOLD = tl.constexpr(Terms._fields.index("threshold"))
 KEEP_SCALE = tl.constexpr(Terms._fields.index("keep_scale"))
 
 
@@ -135,7 +136,7 @@ def kept(q_start, k_start, b, head, terms, TILE_Q: tl.constexpr, TILE_K: tl.cons
 
     Tiles begin at multiples of their size, 16 keys or a multiple of 32.
     """
-    dropout_key, threshold = terms[8:10]
+    dropout_key, threshold = terms[DROPOUT_KEY], terms[THRESHOLD]
     BLOCKS: tl.constexpr = (TILE_K + 31) // 32
     block = k_start // 32
     groups = block * 4 + tl.arange(0, 4 * BLOCKS)

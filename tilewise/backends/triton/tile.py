@@ -160,9 +160,14 @@ def softcap_slope(s, softcap):
 @triton.jit
 def tanh(x):
     """Relative error below 4e-7. Portable, which a library call is not."""
-    # Exact at both ends, where exp2 gives 0 or inf, but a difference of near numbers around 0;
-    # there a polynomial, fitted to tanh(x) / x on |x| < 0.5.
-    far = 1.0 - 2.0 / (1.0 + tl.exp2(x * 2.8853900817779268))
+    return exact_near_zero(x, 1.0 - 2.0 / (1.0 + tl.exp2(x * 2.8853900817779268)))
+
+
+@triton.jit
+def exact_near_zero(x, far):
+    """tanh of x from what 1 - 2 / (1 + e^2x) came to. That is exact at both ends, where exp2 gives 0 or
+    inf, but a difference of near numbers around 0; there a polynomial, fitted to tanh(x) / x on
+    |x| < 0.5."""
     t = x * x
     near = -0.333330750 + t * (0.133249074 + t * (-0.0529942289 + t * 0.0171512943))
     return tl.where(tl.abs(x) < 0.5, x + x * t * near, far)
