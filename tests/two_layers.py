@@ -96,6 +96,7 @@ def _process(rank: int, world: int, port: int, kind: str, device_type: str, foun
         if rank == 0:
             for name, value in state.items():
                 found[name.removeprefix("module.")] = value.cpu().tolist()
+        dist.barrier()  # nobody goes while another one still talks to it
     finally:
         dist.destroy_process_group()
 

@@ -163,8 +163,17 @@ def choose(spec: AttentionSpec, direction: Direction, extra: frozenset[str] = fr
     Raises:
         UnsupportedError: with each kernel and its reason.
     """
+    if _chosen.rows is not KERNELS:
+        _chosen.rows = KERNELS
+        _chosen.clear()
+    key = spec, direction, extra
+    kernel = _chosen.get(key)
+    if kernel is not None:
+        return kernel
     kernel, passed_over = survey(spec, direction, extra)
     if kernel is not None:
+        if spec.device.type == "cuda":  # what runs on a CPU depends on the environment
+            _chosen.keep(key, kernel)
         return kernel
     asked = f"algorithm={spec.algorithm!r}, backend={spec.backend!r}"
     lines = [f"no kernel runs this {direction} with {asked} on {spec.device}:"]
@@ -172,6 +181,21 @@ def choose(spec: AttentionSpec, direction: Direction, extra: frozenset[str] = fr
         lines.append(f"  {_NOT_BUILT[spec.algorithm]}")
     lines += [f"  {name}: {reason}" for name, reason in passed_over]
     raise UnsupportedError("\n".join(lines))
+
+
+class _Chosen(dict[tuple[AttentionSpec, Direction, frozenset[str]], Kernel]):
+    """What was chosen before among some rows of kernels."""
+
+    rows: tuple[Kernel, ...] = ()
+    KEPT = 1024
+
+    def keep(self, key: tuple[AttentionSpec, Direction, frozenset[str]], kernel: Kernel) -> None:
+        if len(self) >= self.KEPT:
+            self.clear()
+        self[key] = kernel
+
+
+_chosen = _Chosen()
 
 
 def _not_asked(kernel: Kernel, spec: AttentionSpec) -> str | None:

@@ -2,21 +2,24 @@
 
 ``tilewise::forward`` and ``tilewise::backward`` allocate the results, let ``dispatch`` choose a kernel
 and let it fill them. ``torch.compile`` sees one opaque node each. They are registered on a ``Library``
-rather than through ``custom_op``, which costs several times the host time of a call.
+rather than through ``custom_op``, which costs several times the host time of a call; and where nobody
+looks on, eager code calls what they call (``shortcut``).
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from tilewise import dispatch, unused
+from tilewise import dispatch, shortcut, unused
 from tilewise.errors import UnsupportedError
-from tilewise.registration import register_autograd
+from tilewise.registration import recorded, register_autograd
 from tilewise.spec import AttentionSpec, Inputs, check_values, make_spec
 
 _TENSORS = (
@@ -52,6 +55,8 @@ def call(name: str, *args: Any) -> Any:
         from tilewise import transforms  # only now: see there
 
         return transforms.call(name, *args)
+    if name == "forward" and shortcut.is_free(args[:_TENSOR_COUNT]):
+        return _free_forward(None, *args)
     return getattr(torch.ops.tilewise, name)(*args)
 
 
@@ -124,8 +129,8 @@ def _empty_statistics(spec: AttentionSpec, x: Inputs) -> tuple[Tensor, Tensor]:
     lse = x.q.new_empty(rows, dtype=spec.lse_dtype)
     if spec.ragged:
         lse.fill_(-math.inf)
-    saved = x.q.new_zeros(dispatch.saved_statistics(spec), *rows, dtype=spec.lse_dtype)
-    return lse, saved
+    count = dispatch.saved_statistics(spec)
+    return lse, lse.new_zeros(count, *rows) if count else lse.new_empty(0, *rows)
 
 
 def run_forward(
@@ -287,6 +292,19 @@ def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...])
 
 
 def gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Tensor | None) -> tuple[Any, ...]:
+    return _differentiate(ctx, dout, dlse, partial(call, "backward"))
+
+
+def _free_gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Tensor | None) -> Any:
+    """The same after a forward that nobody looked on, which saved nothing that the dispatcher minds."""
+    if shortcut.is_free((dout, dlse)):
+        return _differentiate(ctx, dout, dlse, partial(_free_backward, None))
+    return gradients(ctx, dout, dlse, None)
+
+
+def _differentiate(
+    ctx: Any, dout: Tensor | None, dlse: Tensor | None, backward: Callable[..., Any]
+) -> tuple[Any, ...]:
     refuse_tangents(dout, dlse)
     out, lse, saved, *tensors = ctx.saved_tensors
     inputs = _TENSOR_COUNT + len(OPTION_NAMES)
@@ -296,7 +314,7 @@ def gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Tensor | No
     if dout is None:
         dout = out.new_zeros(()).expand(out.shape)
     given = (dout, dlse, out, lse, saved, bias_grad, sink_grad, *tensors, *ctx.options)
-    dq, dk, dv, dbias, dsink = call("backward", *given)
+    dq, dk, dv, dbias, dsink = backward(*given)
     found = {0: dq, 1: dk, 2: dv, 3: dbias if bias_grad else None, 5: dsink if sink_grad else None}
     return tuple(found.get(i) for i in range(inputs))
 
@@ -323,3 +341,9 @@ for _operator, _derivative, _setup in (
     (torch.ops.tilewise.backward, no_double_backward, keep_nothing),
 ):
     register_autograd(_library, getattr(_operator, _CONTRACT), _derivative, _setup)
+_free_forward = recorded(
+    lambda _, *args: _forward(*args), _free_gradients, setup_context, _TENSOR_COUNT - 1
+)
+_free_backward = recorded(
+    lambda _, *args: _backward(*args), no_double_backward, keep_nothing, _TENSOR_COUNT + 6
+)

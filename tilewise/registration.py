@@ -29,14 +29,30 @@ def register_autograd(
     if any(a.has_default_value() for a in overload._schema.arguments):
         raise ValueError(f"{overload}: got arguments with default values; allowed are none")
 
-    def below(keys: Any, inputs: tuple[Any, ...]) -> Any:
+    def below(keys: Any, *inputs: Any) -> Any:
         with torch._C._AutoDispatchBelowAutograd():
             return overload.redispatch(keys & torch._C._after_autograd_keyset, *inputs)
+
+    name = overload._schema.name.split("::")[1]
+    arguments = enumerate(overload._schema.arguments)
+    last = max(n for n, a in arguments if "Tensor" in str(a.type))
+    differentiable = recorded(below, backward, setup_context, last)
+    library.impl(f"{name}.{overload._overloadname}", differentiable, "Autograd", with_keyset=True)
+
+
+def recorded(
+    function: Callable[..., Any],
+    backward: Callable[..., tuple[Any, ...]],
+    setup_context: Callable[[Any, tuple[Any, ...], Any], None],
+    last: int,
+) -> Callable[..., Any]:
+    """The function, of dispatch keys and inputs, with its derivative: see ``register_autograd``. No
+    input after number ``last`` is a tensor."""
 
     class Derivative(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, keys: Any, *inputs: Any) -> Any:
-            output = below(keys, inputs)
+            output = function(keys, *inputs)
             setup_context(ctx, inputs, output)
             return output
 
@@ -45,9 +61,8 @@ def register_autograd(
             return None, *backward(ctx, *gradients)
 
     def differentiable(keys: Any, *inputs: Any) -> Any:
-        if torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs):
+        if torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs[: last + 1]):
             return Derivative.apply(keys, *inputs)
-        return below(keys, inputs)
+        return function(keys, *inputs)
 
-    name = overload._schema.name.split("::")[1]
-    library.impl(f"{name}.{overload._overloadname}", differentiable, "Autograd", with_keyset=True)
+    return differentiable

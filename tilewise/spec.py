@@ -78,21 +78,29 @@ class AttentionSpec:
     algorithm: str
     backend: str
 
-    @property
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        """Plans are looked up by specs, several in every call."""
+        return hash(tuple([getattr(self, name) for name in self.__dataclass_fields__]))
+
+    @cached_property
     def group(self) -> int:
         """Query heads per key/value head."""
         return self.heads_q // self.heads_kv
 
-    @property
+    @cached_property
     def window(self) -> tuple[int | None, int | None]:
         return self.window_left, self.window_right
 
-    @property
+    @cached_property
     def ragged(self) -> bool:
         """Whether the tensors may hold rows that belong to no sequence."""
         return self.varlen or self.seqused
 
-    @property
+    @cached_property
     def lse_dtype(self) -> torch.dtype:
         return torch.float64 if self.dtype == torch.float64 else torch.float32
 
@@ -204,6 +212,26 @@ def check_tensors(x: Inputs) -> None:
 
 def check_options(options: dict[str, object]) -> None:
     """Check the Python types of an operator's options, before its schema would refuse them."""
+    if torch.compiler.is_compiling():
+        _check_options(options)
+        return
+    values = tuple(options.values())
+    try:  # a training step repeats a few; 1 and True are equal, their types are not
+        if (values, tuple(map(type, values))) in _checked_options:
+            return
+    except TypeError:  # something without a hash, which is no option
+        pass
+    _check_options(options)
+    if len(_checked_options) >= _OPTIONS_KEPT:
+        _checked_options.clear()
+    _checked_options.add((values, tuple(map(type, values))))
+
+
+_checked_options: set[tuple[tuple[object, ...], tuple[type, ...]]] = set()
+_OPTIONS_KEPT = 1024
+
+
+def _check_options(options: dict[str, object]) -> None:
     for name, value in options.items():
         types, allowed = _OPTION_TYPES[name]
         check_type(_SHOWN.get(name, name), value, types, allowed)

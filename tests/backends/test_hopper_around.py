@@ -9,8 +9,6 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import problems
 import pytest
@@ -21,7 +19,6 @@ from torch import Tensor
 pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 
 from tilewise import mask, reference
-from tilewise.backends import relaunch
 from tilewise.backends.hopper import around
 from tilewise.spec import Sequence, sequences
 
@@ -151,71 +148,6 @@ def test_dout_that_is_one_row_for_all():
     got = around.prepare_rows(t.spec, t.x, out, lse, None, dout, t.dlse)
     want = around.prepare_rows(t.spec, t.x, out, lse, None, dout.contiguous(), t.dlse)
     assert got.minus_delta[:70].equal(want.minus_delta[:70])
-
-
-class Kernel:
-    """Stands for a kernel of Triton's and for what it compiles; runs are written down."""
-
-    def __init__(self, kernel: Any) -> None:
-        general = kernel.kwargs["do_not_specialize"]
-        self.params = [SimpleNamespace(name=n, do_not_specialize=n in general) for n in kernel.arg_names]
-        self.compiled = 0
-        self.runs: list[tuple[Any, ...]] = []
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        return self.run if len(grid) == 3 else self.compile
-
-    def compile(self, *args: Any, **keywords: Any) -> Kernel:
-        self.compiled += 1
-        return self
-
-    def run(self, *args: Any) -> None:
-        self.runs.append(args)
-
-
-@pytest.fixture
-def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Kernel, Kernel]]:
-    if not hasattr(around.prepare_kernel, "kwargs"):
-        pytest.skip("not interpreted")
-    made = Kernel(around.prepare_kernel), Kernel(around.finish_kernel)
-    monkeypatch.setattr(around, "prepare_kernel", made[0])
-    monkeypatch.setattr(around, "finish_kernel", made[1])
-    monkeypatch.setattr(relaunch, "CompiledKernel", Kernel)
-    around.plan_prepare.cache_clear()
-    around.plan_finish.cache_clear()
-    yield made
-    around.plan_prepare.cache_clear()
-    around.plan_finish.cache_clear()
-
-
-def test_a_second_call_is_not_compiled_for(kernels: tuple[Kernel, Kernel]):
-    """Nor is one with other strides, or of packed sequences with another number of rows."""
-    t, out, lse = made_up(Problem(((70, 90), (20, 9)), 2, 2, 64, 64, varlen=True))
-    for count, columns in ((90, 64), (90, 72), (85, 64)):
-        q, o, dout = (widened(x[:count], columns) for x in (t.x.q, out, t.dout))
-        x = t.x._replace(q=q)
-        around.finish_dq(t.spec, x, around.prepare_rows(t.spec, x, o, lse, None, dout, None), q)
-    for kernel, first_strides in zip(kernels, (1, 2), strict=True):
-        assert kernel.compiled == 1
-        strides = [args[first_strides : first_strides + 3] for args in kernel.runs]
-        assert strides == [(0, 4 * 72 // 8, 72 // 8), (0, 4 * 64 // 8, 64 // 8)]
-        assert len(kernel.runs[0]) == len(kernel.params)
-
-
-def test_another_alignment_is_compiled_for(kernels: tuple[Kernel, Kernel]):
-    t, out, lse = made_up(Problem(((70, 90),), 2, 2, 64, 64))
-    for columns in (64, 65):
-        around.prepare_rows(t.spec, t.x, widened(out, columns), lse, None, t.dout, None)
-    assert kernels[0].compiled == 2
-    assert not kernels[0].runs
-
-
-@pytest.mark.parametrize("name", ["prepare", "finish"])
-def test_planned_arguments_are_the_kernels_last_ones_in_order(name: str):
-    """They go to a compiled kernel by position: one that moved would be another's value."""
-    spec = problems.tensors(Problem(dtype="bf16")).spec
-    planned = list(getattr(around, f"plan_{name}")(spec, 8).arguments)
-    assert planned == getattr(around, f"{name}_kernel").arg_names[-len(planned) :]
 
 
 # Compiling and the tests' interpreter exclude each other, so this runs on its own.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+import plans
 import problems
 import pytest
 import torch
@@ -17,7 +18,7 @@ from tilewise import attention, attention_varlen, dispatch, dropout_mask, schedu
 from tilewise.backends.hopper import around
 from tilewise.backends.hopper.launch import plan_forward
 from tilewise.backends.hopper.launch_backward import plan_backward
-from tilewise.backends.hopper.terms import bias_unit, given_terms
+from tilewise.backends.hopper.terms import bias_unit, lay_terms, term_numbers, term_tensors
 
 HOW = how("hopper/fa3")
 ROW = next(k for k in dispatch.KERNELS if k.name == "hopper/fa3")
@@ -42,11 +43,11 @@ def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The kernel says that it can run here, on a GPU of two multiprocessors."""
     monkeypatch.setattr(dispatch, "KERNELS", (replace(ROW, unavailable=lambda device: None),))
     monkeypatch.setattr(schedule, "multiprocessors", lambda device: 2)
-    plans = (plan_forward, plan_backward, around.space_of, around.plan_prepare, around.plan_finish)
-    for plan in plans:
+    kept = (plan_forward, plan_backward, around.space_of, around.plan_prepare, around.plan_finish)
+    for plan in kept:
         plan.cache_clear()
     yield
-    for plan in plans:
+    for plan in kept:
         plan.cache_clear()
 
 
@@ -112,7 +113,8 @@ def test_broken_query_tiles(form: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(schedule, "JOINING", -1e6)
     p = Problem(((130, 700),), 1, 1, 128, 128, "bf16", loss="none", **FORMS[form])
     if "window" not in FORMS[form]:
-        assert plan_forward(problems.tensors(p).spec).join is not None  # or this tests nothing
+        t = problems.tensors(p)
+        assert plans.forward(t.spec, t.x).join is not None  # or this tests nothing
     simulate(p)
 
 
@@ -121,7 +123,8 @@ def test_query_tiles_with_a_bias_are_not_broken(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(schedule, "multiprocessors", lambda device: 5)
     monkeypatch.setattr(schedule, "JOINING", -1e6)
     p = Problem(((130, 700),), 1, 1, 128, 128, "bf16", bias=(False, False, False, True), loss="none")
-    assert plan_forward(problems.tensors(p).spec).join is None
+    t = problems.tensors(p)
+    assert plans.forward(t.spec, t.x).join is None
 
 
 @pytest.mark.parametrize("low", [0, 32, 37])
@@ -279,7 +282,7 @@ def test_a_bias_lies_in_memory_as_it_likes():
     units = set()
     for name, bias in forms.items():
         x = problems.Inputs(q, k, v, bias=bias)
-        units.add(bias_unit(problems.make_spec(x), x))
+        units.add(bias_unit(lay_terms(problems.make_spec(x), x)))
         got = run(attention, q, k, v, bias=bias, **HOW)
         want = problems.reference.attention(problems.make_spec(x), x, torch.float64)[0]
         torch.testing.assert_close(got.double(), want, atol=2e-3, rtol=2e-3, msg=name)
@@ -291,7 +294,8 @@ def test_what_is_not_there_is_not_compiled_in(varlen: bool):
     """A kernel without terms is the one that it was."""
     p = Problem(((70, 90),), 1, 1, 64, 64, "bf16", varlen=varlen)
     t = problems.tensors(p)
-    assert set(given_terms(t.spec, t.x)) == {None}
+    given = term_numbers(t.spec, lay_terms(t.spec, t.x)) | term_tensors(t.spec, t.x)
+    assert set(given.values()) == {None}
 
 
 def test_rows_beyond_max_seqlen_read_no_bias(monkeypatch: pytest.MonkeyPatch):

@@ -11,10 +11,9 @@ back, modulo 2**64. All sequences lie one after the other: a dense batch must ha
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -24,22 +23,44 @@ FAR = gl.constexpr(2**30)
 _MOST = 2**31 - 2**16  # of a coordinate
 
 
+class Box(NamedTuple):
+    """A matrix as the copy engine sees it, wherever that lies: sizes and strides in elements, and the
+    tile that it copies at a time."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    tile: tuple[int, ...]
+    layout: gl.NVMMASharedLayout
+
+    def of(self, t: torch.Tensor) -> TensorDescriptor:
+        """The matrix that begins with t."""
+        shape, strides, tile = (list(sizes) for sizes in self[:3])
+        return TensorDescriptor(t, shape, strides, tile, self.layout)
+
+
 def dense_rows(
-    t: Tensor, strides: tuple[int, int, int], length: int, tile: tuple[int, int]
-) -> TensorDescriptor:
-    """t: (B, S, H, D). strides: of (batch, row, head). length: rows that count. tile: rows, columns."""
+    sizes: tuple[int, int, int, int],
+    strides: tuple[int, int, int],
+    dtype: torch.dtype,
+    tile: tuple[int, int],
+) -> Box:
+    """Of (B, S, H, D), S rows that count. strides: of (batch, row, head). tile: rows, columns."""
+    entries, rows, heads, columns = sizes
     entry, row, head = strides
-    shape = [t.shape[0], t.shape[2], max(length, 1), t.shape[3]]
-    return TensorDescriptor(t, shape, [entry, head, row, 1], [1, 1, *tile], _layout(t.dtype, tile, 4))
+    shape = (entries, heads, max(rows, 1), columns)
+    return Box(shape, (entry, head, row, 1), (1, 1, *tile), _layout(dtype, tile, 4))
 
 
-def ragged_rows(t: Tensor, strides: tuple[int, int, int], tile: tuple[int, int]) -> TensorDescriptor:
-    """t: (B, S, H, D) without gaps, or packed (total, H, D). strides, tile: as for dense rows."""
+def ragged_rows(
+    sizes: tuple[int, int], strides: tuple[int, int, int], dtype: torch.dtype, tile: tuple[int, int]
+) -> Box:
+    """Of (B, S, H, D) without gaps, or packed (total, H, D). sizes: H, D. Others: as for dense rows."""
     _, row, head = strides
     # FAR steps of 2**34 elements are a multiple of 2**64 bytes, whatever the element.
-    steps = [2**34 - row, row, head, row, 1]
-    shape = [_MOST, _MOST, t.shape[-2], FAR.value, t.shape[-1]]
-    return TensorDescriptor(t, shape, steps, [1, 1, 1, *tile], _layout(t.dtype, tile, 5))
+    steps = (2**34 - row, row, head, row, 1)
+    heads, columns = sizes
+    shape = (_MOST, _MOST, heads, FAR.value, columns)
+    return Box(shape, steps, (1, 1, 1, *tile), _layout(dtype, tile, 5))
 
 
 @cache  # making one takes longer than all the rest of a descriptor

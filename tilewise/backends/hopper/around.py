@@ -16,11 +16,16 @@ import triton.language as tl
 from torch import Tensor
 
 from tilewise import philox
-from tilewise.backends.hopper.launch import block_columns
+from tilewise.backends.hopper.launch import (
+    block_columns,
+    by_name,
+    length_tensors,
+    statistic_strides,
+)
 from tilewise.backends.hopper.units import in_units, unit_of
 from tilewise.backends.relaunch import Relaunch
 from tilewise.backends.triton.delta import delta_of_rows
-from tilewise.backends.triton.launch import lengths, on_device, strides
+from tilewise.backends.triton.launch import on_device, steps
 from tilewise.backends.triton.tile import key_span, matrix, sequence_rows
 from tilewise.schedule import hopper_backward_tile
 from tilewise.spec import AttentionSpec, Inputs
@@ -229,31 +234,64 @@ def _from_fragments(dq, TILE_Q: tl.constexpr, BLOCK_D: tl.constexpr):
     return parts.permute([0, 2, 5, 3, 1, 4, 6]).reshape([TILE_Q, BLOCK_D])
 
 
-@lru_cache(maxsize=1024)
-def plan_prepare(spec: AttentionSpec, unit: int) -> Relaunch:
-    """How to launch ``prepare_kernel``. unit: of strides."""
-    block_dv = max(16, triton.next_power_of_2(spec.head_dim_v))
-    scale = philox.keep_scale(spec.dropout_p) if spec.dropout_p > 0 else None
-    sizes = {"DV": spec.head_dim_v, "BLOCK_DV": block_dv}
-    return _plan(spec, unit, {"keep_scale": scale, **sizes})
+class LaidRows(NamedTuple):
+    """How the tensors lie that ``prepare_kernel`` reads: all strides."""
+
+    out: tuple[int, ...]
+    dout: tuple[int, ...]
+    lse: tuple[int, ...]
+    dlse: tuple[int, ...] | None
+    space: Space
 
 
 @lru_cache(maxsize=1024)
-def plan_finish(spec: AttentionSpec, unit: int) -> Relaunch:
-    """How to launch ``finish_kernel``. unit: of strides."""
-    return _plan(spec, unit, {"scale": spec.scale, "D": spec.head_dim})
+def plan_prepare(spec: AttentionSpec, laid: LaidRows) -> Relaunch:
+    """How to launch ``prepare_kernel``."""
+    out, dout = steps(spec, laid.out), steps(spec, laid.dout)
+    unit = unit_of(*out, *dout)
+    dlse = (0, 0, 0) if laid.dlse is None else steps(spec, laid.dlse)
+    return _plan(
+        spec,
+        laid.space,
+        unit,
+        {
+            **by_name("out", in_units(out, unit)),
+            **by_name("dout", in_units(dout, unit)),
+            **statistic_strides(spec, "lse", laid.lse),
+            **by_name("dlse", dlse),
+            "keep_scale": philox.keep_scale(spec.dropout_p) if spec.dropout_p > 0 else None,
+            "DV": spec.head_dim_v,
+            "BLOCK_DV": max(16, triton.next_power_of_2(spec.head_dim_v)),
+        },
+    )
 
 
-def _plan(spec: AttentionSpec, unit: int, arguments: dict[str, Any]) -> Relaunch:
+@lru_cache(maxsize=1024)
+def plan_finish(spec: AttentionSpec, dq: tuple[int, ...], space: Space) -> Relaunch:
+    """How to launch ``finish_kernel``. dq: strides."""
+    unit = unit_of(*steps(spec, dq))
+    strides = by_name("dq", in_units(steps(spec, dq), unit))
+    return _plan(spec, space, unit, {**strides, "scale": spec.scale, "D": spec.head_dim})
+
+
+def _plan(spec: AttentionSpec, space: Space, unit: int, arguments: dict[str, Any]) -> Relaunch:
     """A program for each query tile of each head, with arguments of its own beside the common ones."""
-    tile, columns = hopper_backward_tile(spec).q, block_columns(spec.head_dim)
-    band = {"heads": spec.heads_q, "left": spec.window_left, "right": spec.window_right}
-    sizes = {"BLOCK_D": columns, "TILE_Q": tile, "UNIT": unit}
-    programs = spec.batch * spec.heads_q * triton.cdiv(spec.max_seqlen_q, tile)
+    common = {
+        "max_q": spec.max_seqlen_q,
+        "max_k": spec.max_seqlen_k,
+        "of_head": space.of_head,
+        "heads": spec.heads_q,
+        "left": spec.window_left,
+        "right": spec.window_right,
+        "BLOCK_D": space.columns,
+        "TILE_Q": space.tile,
+        "UNIT": unit,
+    }
+    programs = spec.batch * spec.heads_q * triton.cdiv(spec.max_seqlen_q, space.tile)
     # Of a larger tile 4 warps would need so many registers that few programs fit a multiprocessor.
-    widest = max(columns, block_columns(spec.head_dim_v))
-    options = {"num_warps": 8 if tile * widest > 8192 else 4}
-    return Relaunch(programs, band | arguments | sizes, options)
+    widest = max(space.columns, block_columns(spec.head_dim_v))
+    options = {"num_warps": 8 if space.tile * widest > 8192 else 4}
+    return Relaunch(programs, common | arguments, options)
 
 
 def prepare_rows(
@@ -267,49 +305,37 @@ def prepare_rows(
 ) -> Prepared:
     """Row statistics and an accumulator of dQ, in their space. rest: what rounding took from lse."""
     space = space_of(spec, x.q.shape[0])
-    lse_rows, minus_delta_rows = (lse.new_empty(max(space.rows, 1)) for _ in range(2))
-    rest_rows = None if rest is None else torch.empty_like(lse_rows)
+    statistics = [lse.new_empty(max(space.rows, 1)) for _ in range(2 if rest is None else 3)]
+    lse_rows, minus_delta_rows, *others = statistics
+    rest_rows = others[0] if others else None
     dq_rows = lse.new_empty(space.rows, space.columns)
     taken = lse.new_empty(1, dtype=torch.int32)
-    out_strides, dout_strides = strides(spec, out), strides(spec, dout)
-    unit = unit_of(*out_strides, *dout_strides)
-    plan = plan_prepare(spec, unit)
+    laid = LaidRows(
+        out.stride(), dout.stride(), lse.stride(), None if dlse is None else dlse.stride(), space
+    )
+    plan = plan_prepare(spec, laid)
     if plan.programs:
         with on_device(spec.device):
             plan(
                 prepare_kernel,
-                out,
-                *in_units(out_strides, unit),
-                dout,
-                *in_units(dout_strides, unit),
-                lse,
-                *strides(spec, lse)[::2],
-                dlse,
-                *strides(spec, dlse),
-                rest,
-                lse_rows,
-                minus_delta_rows,
-                rest_rows,
-                dq_rows,
-                taken,
-                *lengths(spec, x),
-                space.of_head,
+                out_ptr=out,
+                dout_ptr=dout,
+                lse_ptr=lse,
+                dlse_ptr=dlse,
+                rest_ptr=rest,
+                lse_rows_ptr=lse_rows,
+                minus_delta_rows_ptr=minus_delta_rows,
+                rest_rows_ptr=rest_rows,
+                dq_rows_ptr=dq_rows,
+                taken_ptr=taken,
+                **length_tensors(x),
             )
     return Prepared(lse_rows, minus_delta_rows, dq_rows, taken, rest_rows, space)
 
 
 def finish_dq(spec: AttentionSpec, x: Inputs, rows: Prepared, dq: Tensor) -> None:
     """Fill dq."""
-    dq_strides = strides(spec, dq)
-    unit = unit_of(*dq_strides)
-    plan = plan_finish(spec, unit)
+    plan = plan_finish(spec, dq.stride(), rows.space)
     if plan.programs:
         with on_device(spec.device):
-            plan(
-                finish_kernel,
-                rows.dq,
-                dq,
-                *in_units(dq_strides, unit),
-                *lengths(spec, x),
-                rows.space.of_head,
-            )
+            plan(finish_kernel, dq_rows_ptr=rows.dq, dq_ptr=dq, **length_tensors(x))

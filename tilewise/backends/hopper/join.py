@@ -7,6 +7,8 @@ result is the same every time.
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -89,11 +91,16 @@ def join_kernel(
     tl.store(base + at, out.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def plan_join(spec: AttentionSpec, agenda: Agenda | None, tile_q: int, block_dv: int) -> Relaunch | None:
-    """How to join what an agenda breaks; None if that is nothing."""
+def plan_join(
+    spec: AttentionSpec, agenda: Agenda | None, tile_q: int, block_dv: int, forward: dict[str, Any]
+) -> Relaunch | None:
+    """How to join what an agenda breaks; None if that is nothing. forward: arguments of the forward,
+    which has the same output."""
     if agenda is None or agenda.broken is None:
         return None
+    strides = ("o_batch", "o_row", "o_head", "lse_batch", "lse_head")
     arguments = {
+        **{name: forward[name] for name in strides},
         "heads": spec.heads_q,
         "max_q": spec.max_seqlen_q,
         "DV": spec.head_dim_v,

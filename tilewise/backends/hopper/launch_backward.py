@@ -9,16 +9,23 @@ import torch
 import triton
 from torch import Tensor
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tilewise import mask, schedule
 from tilewise.backends.hopper.agenda import heads_together
-from tilewise.backends.hopper.around import Prepared
-from tilewise.backends.hopper.launch import ROWS, block_columns, descriptor, for_tma
-from tilewise.backends.hopper.terms import given_terms
+from tilewise.backends.hopper.around import Prepared, Space
+from tilewise.backends.hopper.launch import (
+    ROWS,
+    block_columns,
+    box,
+    by_name,
+    for_tma,
+    length_tensors,
+)
+from tilewise.backends.hopper.terms import LaidTerms, lay_terms, term_numbers, term_tensors
 from tilewise.backends.hopper.units import in_units, unit_of
 from tilewise.backends.relaunch import Relaunch
-from tilewise.backends.triton.launch import factors_of_scores, lengths, on_device, strides
+from tilewise.backends.triton.launch import Strides, factors_of_scores, on_device, steps
+from tilewise.gluon.ragged import Box
 from tilewise.ops import Gradients
 from tilewise.spec import AttentionSpec, Inputs
 
@@ -26,13 +33,23 @@ CONSUMERS = 2  # that share a tile
 
 
 class Plan(NamedTuple):
-    """What a launch needs besides tensors: the same for every call with one spec."""
+    """What a launch needs besides tensors: the same for all calls with one spec that lie in one way."""
 
-    tile: schedule.HopperBackwardTile
-    blocks: tuple[int, int]  # columns of a tile of Q and K, and of V and dO
-    units: tuple[int, int]  # in which strides and columns of dK and dV are given
     tiles: int  # of keys
     launch: Relaunch
+
+
+class LaidBackward(NamedTuple):
+    """How the tensors of a call lie in memory: see ``launch.Laid``."""
+
+    q: Strides
+    k: Strides
+    v: Strides
+    dout: Strides
+    dk: tuple[int, ...]
+    dv: tuple[int, ...]
+    terms: LaidTerms
+    space: Space
 
 
 def _filled(head_dim: int) -> int:
@@ -60,8 +77,8 @@ def _may_hide_keys(spec: AttentionSpec) -> bool:
 
 
 @lru_cache(maxsize=1024)
-def plan_backward(spec: AttentionSpec, of_head: int, of_entry: int) -> Plan:
-    """Tile, number of programs and scalar arguments for a spec. of_head, of_entry: see ``Space``."""
+def plan_backward(spec: AttentionSpec, laid: LaidBackward) -> Plan:
+    """Tile, number of programs and all arguments of the main kernel but tensors."""
     block_d, block_dv = block_columns(spec.head_dim), block_columns(spec.head_dim_v)
     unit_d, unit_dv = unit_of(spec.head_dim), unit_of(spec.head_dim_v)  # of contiguous gradients
     tile = schedule.hopper_backward_tile(spec)
@@ -69,6 +86,11 @@ def plan_backward(spec: AttentionSpec, of_head: int, of_entry: int) -> Plan:
     tiles = heads * triton.cdiv(spec.max_seqlen_k, tile.k)
     programs = min(tiles, schedule.multiprocessors(spec.device))
     arguments = {
+        **by_name("dk", in_units(steps(spec, laid.dk), unit_d)),
+        **by_name("dv", in_units(steps(spec, laid.dv), unit_dv)),
+        **term_numbers(spec, laid.terms),
+        "max_q": spec.max_seqlen_q,
+        "max_k": spec.max_seqlen_k,
         "heads": spec.heads_kv,
         "group": spec.group,
         "batch_heads": heads,
@@ -79,8 +101,8 @@ def plan_backward(spec: AttentionSpec, of_head: int, of_entry: int) -> Plan:
         "gradient_scale": spec.scale,
         "columns_d": spec.head_dim // unit_d,
         "columns_dv": spec.head_dim_v // unit_dv,
-        "rows_of_head": of_head,
-        "rows_of_entry": of_entry,
+        "rows_of_head": laid.space.of_head,
+        "rows_of_entry": laid.space.of_entry,
         "BLOCK_D": block_d,
         "BLOCK_DV": block_dv,
         "FILLED_D": _filled(spec.head_dim),
@@ -98,9 +120,24 @@ def plan_backward(spec: AttentionSpec, of_head: int, of_entry: int) -> Plan:
         "REGISTERS": tile.registers,
     }
     options = {"num_warps": 4, "maxnreg": tile.maxnreg}
-    return Plan(
-        tile, (block_d, block_dv), (unit_d, unit_dv), tiles, Relaunch(programs, arguments, options)
-    )
+    _, seen_k = mask.key_span(spec.max_seqlen_q, spec.max_seqlen_k, *spec.window)
+    _, seen_q = mask.key_span(spec.max_seqlen_k, spec.max_seqlen_q, *spec.window[::-1])
+    queries, keys = (spec.heads_q, spec.head_dim), (spec.heads_kv, spec.head_dim)
+    douts, values = (spec.heads_q, spec.head_dim_v), (spec.heads_kv, spec.head_dim_v)
+    statistic = _statistic(laid.space, tile.q)
+    boxes = {
+        "k_desc": box(spec, laid.k, seen_k, keys, (ROWS, block_d)),
+        "v_desc": box(spec, laid.v, seen_k, values, (ROWS, block_dv)),
+        "q_desc": box(spec, laid.q, seen_q, queries, (tile.q, block_d)),
+        "dout_desc": box(spec, laid.dout, seen_q, douts, (tile.q, block_dv)),
+        **dict.fromkeys(("lse_desc", "minus_delta_desc", "rest_desc"), statistic),
+    }
+    return Plan(tiles, Relaunch(programs, arguments, options, boxes))
+
+
+def _statistic(space: Space, tile: int) -> Box:
+    """A row statistic as TMA reads it, that of a query tile at a time."""
+    return Box((max(space.rows, 1),), (1,), (tile,), gl.NVMMASharedLayout(0, 32, rank=1))
 
 
 def launch_backward(
@@ -112,42 +149,42 @@ def launch_backward(
     grads: Gradients,
 ) -> None:
     """Fill grads.k and grads.v, and add to rows.dq."""
-    plan = plan_backward(spec, rows.space.of_head, rows.space.of_entry)
-    _, seen_k = mask.key_span(spec.max_seqlen_q, spec.max_seqlen_k, *spec.window)
-    _, seen_q = mask.key_span(spec.max_seqlen_k, spec.max_seqlen_q, *spec.window[::-1])
     if _may_hide_keys(spec):
         grads.k.zero_()  # the kernel writes nothing for keys that nobody sees
         grads.v.zero_()
+    (q, q_steps), (k, k_steps), (v, v_steps) = (for_tma(spec, t) for t in x[:3])
+    dout, dout_steps = for_tma(spec, dout)
+    laid = LaidBackward(
+        q=q_steps,
+        k=k_steps,
+        v=v_steps,
+        dout=dout_steps,
+        dk=grads.k.stride(),
+        dv=grads.v.stride(),
+        terms=lay_terms(spec, x),
+        space=rows.space,
+    )
+    plan = plan_backward(spec, laid)
     if plan.launch.programs == 0 or spec.max_seqlen_q == 0:
         return
-    q, k, v, dout = (for_tma(spec, t) for t in (x.q, x.k, x.v, dout))
     progress = None
     if spec.deterministic:
         progress = torch.zeros(plan.tiles, dtype=torch.int32, device=spec.device)
-    block_d, block_dv = plan.blocks
-    statistics = (rows.lse, rows.minus_delta, rows.rest)
     with on_device(spec.device):
         plan.launch(
             kernel,
-            descriptor(spec, k, seen_k, (ROWS, block_d)),
-            descriptor(spec, v, seen_k, (ROWS, block_dv)),
-            descriptor(spec, q, seen_q, (plan.tile.q, block_d)),
-            descriptor(spec, dout, seen_q, (plan.tile.q, block_dv)),
-            *(_statistic(t, plan.tile.q) for t in statistics),
-            rows.taken,
-            progress,
-            rows.dq,
-            grads.k,
-            *in_units(strides(spec, grads.k), plan.units[0]),
-            grads.v,
-            *in_units(strides(spec, grads.v), plan.units[1]),
-            *given_terms(spec, x),
-            *lengths(spec, x),
+            k_desc=k,
+            v_desc=v,
+            q_desc=q,
+            dout_desc=dout,
+            lse_desc=rows.lse,
+            minus_delta_desc=rows.minus_delta,
+            rest_desc=rows.rest,
+            taken=rows.taken,
+            progress=progress,
+            dq_ptr=rows.dq,
+            dk_ptr=grads.k,
+            dv_ptr=grads.v,
+            **term_tensors(spec, x),
+            **length_tensors(x),
         )
-
-
-def _statistic(rows: Tensor | None, tile: int) -> TensorDescriptor | None:
-    """A row statistic as TMA reads it, that of a query tile at a time."""
-    if rows is None:
-        return None
-    return TensorDescriptor(rows, [rows.numel()], [1], [tile], gl.NVMMASharedLayout(0, 32, rank=1))

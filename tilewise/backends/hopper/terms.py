@@ -10,12 +10,14 @@ the positions of both within their sequences, along the tile's dimensions.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from tilewise import mask
+from tilewise import mask, philox
 from tilewise.backends.hopper.tile import finite
 from tilewise.backends.hopper.units import unit_of
 from tilewise.backends.triton.terms import (
@@ -26,11 +28,11 @@ from tilewise.backends.triton.terms import (
     SLOPES,
     THRESHOLD,
     Terms,
-    terms_of,
+    broadcast_strides,
+    slopes_stride,
 )
 from tilewise.gluon.compat import by_now
 from tilewise.gluon.philox import bits_of, load_key, words
-from tilewise.schedule import with_terms
 from tilewise.spec import AttentionSpec, Inputs
 
 INF = gl.constexpr(float("inf"))
@@ -40,38 +42,63 @@ UNALIGNED = gl.constexpr(len(Terms._fields))
 # Parameters of kernels.
 UNSPECIALIZED = [*Terms._fields[1:5], "slopes_batch", "threshold", "keep_scale", "unaligned"]
 
-NOTHING = (None,) * (len(Terms._fields) + 1)
+
+class LaidTerms(NamedTuple):
+    """What of the tensors of terms a launch is made for."""
+
+    bias: tuple[int, int, int, int] | None  # strides, 0 where it is broadcast
+    dtypes: tuple[torch.dtype | None, torch.dtype | None]  # of the bias and the sink
+    slopes: int  # dimensions
 
 
-def given_terms(spec: AttentionSpec, x: Inputs, unit: int = 0) -> tuple[Any, ...]:
-    """``Terms``, all of what is not there None; and one more, None if the first key that is seen begins
-    a block of dropout's counters in every sequence. unit: of the strides of a bias, or 0 for elements.
-    """
-    if not with_terms(spec) and not spec.sink:
+NOTHING = LaidTerms(None, (None, None), 0)
+
+
+def lay_terms(spec: AttentionSpec, x: Inputs) -> LaidTerms:
+    """How the terms of a call lie in memory."""
+    if not (spec.bias or spec.alibi or spec.sink):
         return NOTHING
-    terms = Terms(*terms_of(spec, x))._asdict()
-    strides = Terms._fields[1:4]
-    if x.bias is None:
-        terms |= dict.fromkeys((*strides, "bias_key"))
-    elif unit:
-        terms |= {name: terms[name] // unit for name in strides}
-    if x.alibi_slopes is None:
-        terms["slopes_batch"] = None
-    unaligned = None
-    if spec.dropout_p == 0:
-        terms |= dict.fromkeys(("threshold", "keep_scale"))
-    elif not _blocks_aligned(spec):
-        unaligned = 0
-    return (*terms.values(), unaligned)
+    bias, slopes, sink = x.bias, x.alibi_slopes, x.sink
+    return LaidTerms(
+        None if bias is None else broadcast_strides(bias),
+        (None if bias is None else bias.dtype, None if sink is None else sink.dtype),
+        0 if slopes is None else slopes.dim(),
+    )
 
 
-def bias_unit(spec: AttentionSpec, x: Inputs) -> int:
+def term_numbers(spec: AttentionSpec, laid: LaidTerms, unit: int = 0) -> dict[str, Any]:
+    """``Terms`` that are no tensors, by the kernels' names for them, None of what is not there; and one
+    more, None if the first key that is seen begins a block of dropout's counters in every sequence.
+    unit: of the strides of a bias, or 0 for elements."""
+    steps: tuple[int | None, ...] = (None,) * 4
+    if laid.bias is not None:
+        steps = (*(step // max(unit, 1) for step in laid.bias[:3]), laid.bias[3])
+    dropout = spec.dropout_p > 0
+    return {
+        **dict(zip(("bias_batch", "bias_head", "bias_row", "bias_key"), steps, strict=True)),
+        "slopes_batch": slopes_stride(spec, laid.slopes) if spec.alibi else None,
+        "threshold": philox.threshold(spec.dropout_p) if dropout else None,
+        "keep_scale": philox.keep_scale(spec.dropout_p) if dropout else None,
+        "unaligned": 0 if dropout and not _blocks_aligned(spec) else None,
+    }
+
+
+def term_tensors(spec: AttentionSpec, x: Inputs) -> dict[str, Tensor | None]:
+    """``Terms`` that are tensors, by the kernels' names for them."""
+    return {
+        "bias_ptr": x.bias,
+        "slopes_ptr": x.alibi_slopes,
+        "sink_ptr": x.sink,
+        "dropout_key": x.dropout_key if spec.dropout_p > 0 else None,
+    }
+
+
+def bias_unit(laid: LaidTerms) -> int:
     """In how many elements strides of a bias are given to kernels that read it along its keys, which
     are adjacent then. 0: in elements, and keys may be anywhere; or there is no bias."""
-    if not spec.bias:
+    if laid.bias is None or laid.bias[3] != 1:
         return 0
-    terms = Terms(*terms_of(spec, x))
-    return unit_of(*terms[1:4]) if terms.bias_key == 1 else 0
+    return unit_of(*laid.bias[:3])
 
 
 def _blocks_aligned(spec: AttentionSpec) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from functools import lru_cache
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -57,8 +58,29 @@ def clear_kernel(
 
 
 @lru_cache(maxsize=1024)
-def _plan(programs: int, unit: int) -> Relaunch:
-    return Relaunch(programs, {"UNIT": unit, "TAIL": TAIL, "BLOCK": BLOCK}, {"num_warps": 4})
+def _plan(
+    batch: int,
+    packed: bool,
+    rows: int,
+    row: int,
+    longest: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Relaunch:
+    """row: elements. dtype, device: of what is cleared."""
+    shares = triton.cdiv(PROGRAMS, max(batch, 1))
+    unit = math.gcd(8, row)
+    arguments = {
+        "batch": batch,
+        "shares": shares,
+        "rows": rows,
+        "units": row // unit,
+        "longest": longest,
+        "UNIT": unit,
+        "TAIL": TAIL,
+        "BLOCK": BLOCK,
+    }
+    return Relaunch(batch * shares + (TAIL if packed else 0), arguments, {"num_warps": 4})
 
 
 def clear(t: Tensor, cu_seqlens: Tensor | None, seqused: Tensor | None, longest: int) -> None:
@@ -67,14 +89,11 @@ def clear(t: Tensor, cu_seqlens: Tensor | None, seqused: Tensor | None, longest:
     cu_seqlens: (B + 1,), of packed sequences. seqused: (B,), or None where all rows of a sequence are
     used. longest: rows of a sequence that kernels write at most.
     """
-    batch, tail = (t.shape[0], 0) if cu_seqlens is None else (cu_seqlens.shape[0] - 1, TAIL)
-    shares = triton.cdiv(PROGRAMS, max(batch, 1))
-    row = t.shape[-2] * t.shape[-1]
-    unit = math.gcd(8, row)
-    programs = batch * shares + tail
     if t.numel() == 0:
         return
+    packed = cu_seqlens is not None
+    batch = t.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    row = t.shape[-2] * t.shape[-1]
+    plan = _plan(batch, packed, t.shape[-3], row, longest, t.dtype, t.device)
     with on_device(t.device):
-        _plan(programs, unit)(
-            clear_kernel, t, cu_seqlens, seqused, batch, shares, t.shape[-3], row // unit, longest
-        )
+        plan(clear_kernel, t_ptr=t, cu_seqlens=cu_seqlens, seqused=seqused)

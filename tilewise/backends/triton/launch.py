@@ -122,11 +122,15 @@ def lengths(spec: AttentionSpec, x: Inputs) -> tuple[Any, ...]:
 
 def strides(spec: AttentionSpec, t: Tensor | None) -> Strides:
     """(batch, row, head) strides in elements. Row statistics are (B, H, S) or (H, total)."""
-    if t is None:
-        return (0, 0, 0)
-    if t.dim() == (2 if spec.varlen else 3):
-        return (0 if spec.varlen else t.stride(0), t.stride(-1), t.stride(-2))
-    return (0 if spec.varlen else t.stride(0), t.stride(-3), t.stride(-2))
+    return (0, 0, 0) if t is None else steps(spec, t.stride())
+
+
+def steps(spec: AttentionSpec, strides: tuple[int, ...]) -> Strides:
+    """The same from all strides of a tensor."""
+    batch = 0 if spec.varlen else strides[0]
+    if len(strides) == (2 if spec.varlen else 3):
+        return batch, strides[-1], strides[-2]
+    return batch, strides[-3], strides[-2]
 
 
 def natural_logits(spec: AttentionSpec) -> bool:

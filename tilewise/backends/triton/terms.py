@@ -51,23 +51,30 @@ KEEP_SCALE = tl.constexpr(Terms._fields.index("keep_scale"))
 def terms_of(spec: AttentionSpec, x: Inputs) -> tuple[Any, ...]:
     """As a plain tuple, which is what Triton takes."""
     bias, slopes = x.bias, x.alibi_slopes
-    steps = (0, 0, 0, 0)
-    if bias is not None:
-        batch, head, row, key = (
-            0 if n == 1 else step for n, step in zip(bias.shape, bias.stride(), strict=True)
-        )
-        steps = (batch, head, row, key)
     terms = Terms(
         bias,
-        *steps,
+        *((0,) * 4 if bias is None else broadcast_strides(bias)),
         slopes,
-        spec.heads_q if slopes is not None and slopes.dim() == 2 else 0,
+        0 if slopes is None else slopes_stride(spec, slopes.dim()),
         x.sink,
         x.dropout_key if spec.dropout_p > 0 else None,
         philox.threshold(spec.dropout_p),
         philox.keep_scale(spec.dropout_p),
     )
     return tuple(terms)
+
+
+def broadcast_strides(bias: Tensor) -> tuple[int, int, int, int]:
+    """Of a bias: 0 where it is broadcast."""
+    batch, head, row, key = (
+        0 if n == 1 else step for n, step in zip(bias.shape, bias.stride(), strict=True)
+    )
+    return batch, head, row, key
+
+
+def slopes_stride(spec: AttentionSpec, dims: int) -> int:
+    """From one batch entry to the next, of contiguous slopes with so many dimensions."""
+    return spec.heads_q if dims == 2 else 0
 
 
 def term_arguments(spec: AttentionSpec, x: Inputs) -> dict[str, Any]:

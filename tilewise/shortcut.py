@@ -1,0 +1,49 @@
+"""When PyTorch's dispatcher would do nothing for a call but pass it on.
+
+To go through it twice with all arguments of attention takes longer than a short kernel. Plain tensors in
+plain eager code need none of it: no mode looks on, no tensor is more than its memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+from torch._C import DispatchKey, DispatchKeySet
+
+
+def _bits(*names: str) -> int:
+    """DispatchKeySets as integers, one bit for each functionality and each backend."""
+    bits = 0
+    for name in names:
+        bits |= DispatchKeySet(getattr(DispatchKey, name)).raw_repr()
+    return bits
+
+
+# What is left, or switched on, where there is nothing to look on.
+_QUIET = _bits("BackendSelect", "ADInplaceOrView")
+# What a tensor brings along that is its memory, perhaps in a graph of autograd. Autocast passes
+# operators by that it does not know.
+_PLAIN = _bits(
+    *("CPU", "AutogradCPU", "AutocastCPU"),
+    *("CUDA", "AutogradCUDA", "AutocastCUDA"),
+    "ADInplaceOrView",
+)
+
+
+def is_free(tensors: Iterable[Tensor | None]) -> bool:
+    """Whether nobody but the kernel wants to see a call with these tensors."""
+    if torch.compiler.is_compiling() or torch.autograd.profiler._is_profiler_enabled:
+        return False
+    if torch._C._dispatch_tls_local_include_set().raw_repr() & ~_QUIET:
+        return False
+    if torch._C._dispatch_tls_is_dispatch_key_excluded(DispatchKey.AutogradCPU):
+        return False
+    if torch._C._len_torch_function_stack():
+        return False
+    together = 0
+    for t in tensors:
+        if t is not None:
+            together |= torch._C._dispatch_keys(t).raw_repr()
+    return not together & ~_PLAIN
