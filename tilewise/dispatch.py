@@ -12,14 +12,15 @@ import importlib.util
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from types import ModuleType
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 from tilewise.errors import UnsupportedError
-from tilewise.spec import AttentionSpec
+from tilewise.spec import AttentionSpec, Inputs
 
 Direction = Literal["forward", "backward"]
 
@@ -72,6 +73,15 @@ class Kernel:
 
     def load(self) -> ModuleType:
         return importlib.import_module(self.module)
+
+    def bind(
+        self, spec: AttentionSpec, x: Inputs, out: Tensor, lse: Tensor
+    ) -> Callable[[Inputs, Tensor, Tensor, Tensor], None]:
+        """The module's ``forward`` for a spec and tensors that lie as these do. A module may have a
+        shorter way for that, ``bind``."""
+        module = self.load()
+        shorter = module.bind(spec, x, out, lse) if hasattr(module, "bind") else None
+        return shorter or partial(module.forward, spec)
 
     def refusal(self, spec: AttentionSpec, direction: Direction, extra: frozenset[str]) -> str | None:
         """Why this kernel cannot run the spec; None if it can."""
@@ -172,7 +182,7 @@ def choose(spec: AttentionSpec, direction: Direction, extra: frozenset[str] = fr
         return kernel
     kernel, passed_over = survey(spec, direction, extra)
     if kernel is not None:
-        if spec.device.type == "cuda":  # what runs on a CPU depends on the environment
+        if lasts(spec.device):
             _chosen.keep(key, kernel)
         return kernel
     asked = f"algorithm={spec.algorithm!r}, backend={spec.backend!r}"
@@ -181,6 +191,11 @@ def choose(spec: AttentionSpec, direction: Direction, extra: frozenset[str] = fr
         lines.append(f"  {_NOT_BUILT[spec.algorithm]}")
     lines += [f"  {name}: {reason}" for name, reason in passed_over]
     raise UnsupportedError("\n".join(lines))
+
+
+def lasts(device: torch.device) -> bool:
+    """Whether what is chosen for a device stays so: what runs on a CPU depends on the environment."""
+    return device.type == "cuda"
 
 
 class _Chosen(dict[tuple[AttentionSpec, Direction, frozenset[str]], Kernel]):

@@ -56,7 +56,7 @@ def call(name: str, *args: Any) -> Any:
 
         return transforms.call(name, *args)
     if name == "forward" and shortcut.is_free(args[:_TENSOR_COUNT]):
-        return _free_forward(None, *args)
+        return free_forward(None, *args)
     return getattr(torch.ops.tilewise, name)(*args)
 
 
@@ -75,7 +75,7 @@ _specs: dict[Any, AttentionSpec] = {}  # of calls that were checked before; a tr
 _SPECS_KEPT = 1024
 
 
-def _prepare(args: tuple[Any, ...]) -> tuple[AttentionSpec, Inputs]:
+def prepare(args: tuple[Any, ...]) -> tuple[AttentionSpec, Inputs]:
     """The operators' flat arguments as a checked spec and the tensors, ready for kernels."""
     x = Inputs(*args[:_TENSOR_COUNT])
     options = args[_TENSOR_COUNT:]
@@ -87,7 +87,7 @@ def _prepare(args: tuple[Any, ...]) -> tuple[AttentionSpec, Inputs]:
         if len(_specs) >= _SPECS_KEPT:
             _specs.clear()
         _specs[key] = spec
-    return spec, _replace_rows(x)
+    return spec, replace_rows(x)
 
 
 def _described(t: Tensor) -> tuple[Any, ...]:
@@ -99,7 +99,7 @@ def _make_spec(x: Inputs, options: tuple[Any, ...]) -> AttentionSpec:
 
 
 def _prepare_fake(args: tuple[Any, ...]) -> tuple[AttentionSpec, Inputs]:
-    """``_prepare`` for tensors that hold nothing and whose sizes may be symbols."""
+    """``prepare`` for tensors that hold nothing and whose sizes may be symbols."""
     x = Inputs(*args[:_TENSOR_COUNT])
     return _make_spec(x, args[_TENSOR_COUNT:]), x
 
@@ -109,7 +109,7 @@ def _rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _replace_rows(x: Inputs) -> Inputs:
+def replace_rows(x: Inputs) -> Inputs:
     """Kernels read slopes and sinks as they would lie in memory if nobody had cut or expanded them."""
     q, k, v = _rows(x.q), _rows(x.k), _rows(x.v)
     if q is not x.q or k is not x.k or v is not x.v:
@@ -144,7 +144,7 @@ def run_forward(
 
 
 def _forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    spec, x = _prepare(args)
+    spec, x = prepare(args)
     check_values(spec, x)
     out = _empty_out(spec, x)
     lse, saved = run_forward(dispatch.choose(spec, "forward"), spec, x, out)
@@ -152,7 +152,7 @@ def _forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _forward_out(out: Tensor, *args: Any) -> Tensor:
-    spec, x = _prepare(args)
+    spec, x = prepare(args)
     check_values(spec, x)
     check_out(spec, x, out)
     # Kernels store rows while others still read inputs.
@@ -246,7 +246,7 @@ def _backward(
     sink_grad: bool,
     *args: Any,
 ) -> tuple[Tensor, ...]:
-    spec, x = _prepare(args)
+    spec, x = prepare(args)
     extra = frozenset() if dlse is None else frozenset({"lse_grad"})
     kernel = dispatch.choose(spec, "backward", extra)
     grads = Gradients(spec, x, bias_grad, sink_grad)
@@ -341,9 +341,14 @@ for _operator, _derivative, _setup in (
     (torch.ops.tilewise.backward, no_double_backward, keep_nothing),
 ):
     register_autograd(_library, getattr(_operator, _CONTRACT), _derivative, _setup)
-_free_forward = recorded(
-    lambda _, *args: _forward(*args), _free_gradients, setup_context, _TENSOR_COUNT - 1
-)
+
+
+def _forward_again(known: Any, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """known: the call of ``again`` that this is like, or None."""
+    return _forward(*args) if known is None else known.run(Inputs(*args[:_TENSOR_COUNT]))
+
+
+free_forward = recorded(_forward_again, _free_gradients, setup_context, _TENSOR_COUNT - 1)
 _free_backward = recorded(
     lambda _, *args: _backward(*args), no_double_backward, keep_nothing, _TENSOR_COUNT + 6
 )

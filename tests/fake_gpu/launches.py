@@ -120,6 +120,7 @@ if __name__ == "__main__":
     gpu = fake_gpu.install(Path(sys.argv[1]))
     rows = [k for k in dispatch.KERNELS if k.name == "hopper/fa3"]
     dispatch.KERNELS = tuple(replace(row, unavailable=lambda device: None) for row in rows)
+    dispatch.lasts = lambda device: True
     schedule.multiprocessors = lambda device: 5
     Relaunch.__call__ = twice  # type: ignore[method-assign]
     the_same_bytes_arrive()

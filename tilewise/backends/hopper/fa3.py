@@ -1,6 +1,6 @@
 """FlashAttention-3 for Hopper: both directions, as ``tilewise.dispatch`` calls them."""
 
 from tilewise.backends.hopper.backward import backward
-from tilewise.backends.hopper.forward import forward
+from tilewise.backends.hopper.forward import bind, forward
 
-__all__ = ["backward", "forward"]
+__all__ = ["backward", "bind", "forward"]

@@ -19,6 +19,8 @@ of its first tile. With a bias, which may be anything, there is none.
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -30,7 +32,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from tilewise.backends.hopper.launch import ROWS as _ROWS
-from tilewise.backends.hopper.launch import launch_forward
+from tilewise.backends.hopper.launch import bind_forward, launch_forward
 from tilewise.backends.hopper.terms import (
     UNSPECIALIZED,
     added,
@@ -858,3 +860,8 @@ def forward_kernel(
 def forward(spec: AttentionSpec, x: Inputs, out: Tensor, lse: Tensor, saved: Tensor) -> None:
     """Fill out and lse, and saved where there is a bias. See ``tilewise.dispatch.Kernel``."""
     launch_forward(forward_kernel, spec, x, out, lse, saved)
+
+
+def bind(spec: AttentionSpec, x: Inputs, out: Tensor, lse: Tensor) -> Any:
+    """See ``tilewise.dispatch.Kernel.bind``."""
+    return bind_forward(forward_kernel, spec, x, out, lse)

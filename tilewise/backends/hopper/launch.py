@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from functools import lru_cache
+from collections.abc import Callable, Iterable
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -144,9 +144,40 @@ def launch_forward(
     if spec.max_seqlen_k == 0:
         _fill_without_keys(spec, x, out, lse, saved)
         return
+    x, laid = lay(spec, x, out, lse)
+    launch_laid(kernel, spec, laid, x, out, lse, saved)
+
+
+def lay(spec: AttentionSpec, x: Inputs, out: Tensor, lse: Tensor) -> tuple[Inputs, Laid]:
+    """Tensors that the copy engine can address, perhaps copies, and how they lie."""
     (q, q_steps), (k, k_steps), (v, v_steps) = (for_tma(spec, t) for t in x[:3])
-    out_steps = tma_strides(spec, out)
-    laid = Laid(q_steps, k_steps, v_steps, out.stride(), out_steps, lse.stride(), lay_terms(spec, x))
+    if q is not x.q or k is not x.k or v is not x.v:
+        x = x._replace(q=q, k=k, v=v)
+    steps = q_steps, k_steps, v_steps
+    by_tma = tma_strides(spec, out)
+    return x, Laid(*steps, out.stride(), by_tma, lse.stride(), lay_terms(spec, x))
+
+
+def bind_forward(
+    kernel: Any, spec: AttentionSpec, x: Inputs, out: Tensor, lse: Tensor
+) -> Callable[[Inputs, Tensor, Tensor, Tensor], None] | None:
+    """``launch_forward`` for tensors that lie as these do. None: there is no shorter way."""
+    if spec.max_seqlen_k == 0:
+        return None
+    found, laid = lay(spec, x, out, lse)
+    return partial(launch_laid, kernel, spec, laid) if found is x else None
+
+
+def launch_laid(
+    kernel: Any,
+    spec: AttentionSpec,
+    laid: Laid,
+    x: Inputs,
+    out: Tensor,
+    lse: Tensor,
+    saved: Tensor,
+) -> None:
+    """``launch_forward`` for tensors that lie as is said."""
     if capturing(spec.device):
         # What is planned while a graph is recorded may be second best, and is not kept.
         plan = plan_forward.__wrapped__(spec, laid)
@@ -165,10 +196,10 @@ def launch_forward(
     with on_device(spec.device):
         plan.launch(
             kernel,
-            q_desc=q,
-            k_desc=k,
-            v_desc=v,
-            o_desc=None if out_steps is None else out,
+            q_desc=x.q,
+            k_desc=x.k,
+            v_desc=x.v,
+            o_desc=None if laid.out_by_tma is None else out,
             o_ptr=out,
             lse_ptr=lse,
             agenda=None if lists is None else lists.lists,
