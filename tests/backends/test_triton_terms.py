@@ -54,17 +54,21 @@ def test_gradients_with_everything(tile: Tile):
         problems.check(replace(p, deterministic=deterministic), DEVICE, **HOW)
 
 
-@pytest.mark.parametrize("varlen", [False, True])
-@pytest.mark.parametrize("broadcast", list(product([False, True], repeat=4)), ids=str)
+BROADCASTS = list(product([False, True], repeat=4))  # over batch entries, heads, queries, keys
+
+
+@pytest.mark.parametrize(
+    ("broadcast", "varlen"), [*((b, False) for b in BROADCASTS), *((b, True) for b in BROADCASTS[::5])]
+)
 def test_bias_gradient_over_what_it_is_broadcast_over(broadcast: tuple[bool, ...], varlen: bool):
     """Sums over batch entries, heads, queries and keys, and the same bits each time."""
     torch.manual_seed(0)
-    sizes = (2, 4, 40, 50)
+    sizes = (2, 2, 40, 50)
     shape = [1 if one else n for one, n in zip(broadcast, sizes, strict=True)]
     lead = (80,) if varlen else (2, 40)
     lead_k = (100,) if varlen else (2, 50)
-    q = torch.randn(*lead, 4, 16, device=DEVICE)
-    k, v = (torch.randn(*lead_k, 2, 16, device=DEVICE) for _ in range(2))
+    q = torch.randn(*lead, 2, 16, device=DEVICE)
+    k, v = (torch.randn(*lead_k, 1, 16, device=DEVICE) for _ in range(2))
     bias = torch.randn(shape, device=DEVICE).transpose(-1, -2).contiguous().transpose(-1, -2)
     bias.requires_grad_()
     ends: dict[str, object] = {}

@@ -277,6 +277,8 @@ def _tma_strides(
     if varlen:
         shape, strides = (1, *shape), (0, *strides)
     batch, rows, heads = shape[:3]
+    if 0 in shape:  # and nothing of it is read
+        return 8, 8, 8
     if ragged and batch > 1:
         if strides[0] != rows * strides[1]:
             return None
