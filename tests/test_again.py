@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tilewise import again, attention, attention_varlen, dispatch, ops
+from tilewise import again, attention, attention_varlen, dispatch, ops, shortcut
 
 Call = Callable[[], Any]
 
@@ -269,6 +269,15 @@ def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch):
     for n in range(1, 9):
         attention(Q[:, :n], K, V)
     assert len(again._known) <= 3
+
+
+def test_a_pytorch_that_cannot_be_asked_always_gets_the_call(
+    monkeypatch: pytest.MonkeyPatch, repeated: list[again.Known]
+):
+    monkeypatch.setattr(shortcut, "_CAN_ASK", False)
+    for _ in range(2):
+        attention(Q, K, V)
+    assert not repeated
 
 
 def test_on_a_cpu_nothing_is_kept(monkeypatch: pytest.MonkeyPatch):

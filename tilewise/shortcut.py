@@ -12,11 +12,20 @@ import torch
 from torch import Tensor
 from torch._C import DispatchKey, DispatchKeySet
 
+# PyTorch's own names for these, which another version may not have: then nothing is ever free.
+_ASKED = (
+    "_dispatch_tls_local_include_set",
+    "_dispatch_tls_is_dispatch_key_excluded",
+    "_len_torch_function_stack",
+    "_dispatch_keys",
+)
+_CAN_ASK = all(hasattr(torch._C, name) for name in _ASKED) and hasattr(DispatchKeySet, "raw_repr")
+
 
 def _bits(*names: str) -> int:
     """DispatchKeySets as integers, one bit for each functionality and each backend."""
     bits = 0
-    for name in names:
+    for name in names if _CAN_ASK else ():
         bits |= DispatchKeySet(getattr(DispatchKey, name)).raw_repr()
     return bits
 
@@ -34,7 +43,9 @@ _PLAIN = _bits(
 
 def is_free(tensors: Iterable[Tensor | None]) -> bool:
     """Whether nobody but the kernel wants to see a call with these tensors."""
-    if torch.compiler.is_compiling() or torch.autograd.profiler._is_profiler_enabled:
+    if not _CAN_ASK or torch.compiler.is_compiling():
+        return False
+    if torch.autograd.profiler._is_profiler_enabled:
         return False
     if torch._C._dispatch_tls_local_include_set().raw_repr() & ~_QUIET:
         return False
