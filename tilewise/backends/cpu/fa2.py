@@ -8,6 +8,7 @@ all its keys are seen; it is divided once, and leaves one number per row, the lo
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -28,10 +29,25 @@ def forward(spec: AttentionSpec, x: Inputs, out: Tensor, lse: Tensor, saved: Ten
 
 
 def _forward(part: Part, out: Tensor, lse: Tensor, saved: Tensor) -> None:
-    q_all, k_all, v_all = part.queries(part.x.q), part.keys(part.x.k), part.keys(part.x.v)
+    q, k, v = part.queries(part.x.q), part.keys(part.x.k), part.keys(part.x.v)
+    attend(part, q, k, v, out, lse, saved)
+
+
+def attend(
+    part: Part,
+    q_all: Tensor,
+    k_all: Tensor,
+    v_all: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    saved: Tensor,
+    round_weights_: Callable[[Tensor], Tensor] = lambda p: p,
+) -> None:
+    """The loop over the tiles of a part. q_all, k_all, v_all: its views of queries, keys and values.
+    round_weights_: what becomes of weights, in [0, 1], before their product with values; in place."""
     for i in part.query_blocks():
         q = part.scaled(part.load(q_all, i))
-        m, l = part.start(i)
+        m, l = part.start_without_sink(i)
         o = part.zeros(q.shape[1], part.spec.head_dim_v)
         for j, masked in part.key_tiles(i):
             k, v = part.load(k_all, j), part.load(v_all, j)
@@ -40,8 +56,9 @@ def _forward(part: Part, out: Tensor, lse: Tensor, saved: Tensor) -> None:
             p = exp_(s.sub_(m_new))
             rescale = exp_(m.sub_(m_new))
             l.mul_(rescale).add_(p.sum(dim=-1, keepdim=True))
-            o.mul_(rescale).baddbmm_(part.dropped(p, part.kept(i, j)), v)
+            o.mul_(rescale).baddbmm_(part.dropped(round_weights_(p), part.kept(i, j)), v)
             m = m_new
+        m = part.join_sink(i, m, l, o)
         # l = 0 in a row that saw nothing, and so is o; in any other l >= 1.
         part.store(part.queries(out), i, o.div_(l.clamp_min(torch.finfo(l.dtype).tiny)))
         log_l = l.log()

@@ -1,4 +1,5 @@
-"""What FlashAttention 1 and 2 share on a CPU: how a problem is cut into tiles, and what one tile is.
+# ruff: noqa: E741 (m and l are the names of the papers)
+"""What FlashAttention 1, 2 and 3 share on a CPU: how a problem is cut into tiles, and what one tile is.
 
 A ``Part`` is one sequence and one or, where they are short, some of its key/value heads. Parts are
 independent, like the programs of a GPU's grid: ``threads`` runs them side by side. Their heads are the
@@ -87,14 +88,23 @@ class Part:
 
     def query_blocks(self) -> Iterator[range]:
         """All queries in tiles that lie either inside the span of those that see a key or outside."""
-        left, right = self.spec.window
-        span = mask.key_span(self.seq.length_k, self.seq.length_q, right, left)
-        return _blocks(self.seq.length_q, span, self.query_step)
+        return _blocks(self.seq.length_q, self.seeing_queries(), self.query_step)
 
     def key_blocks(self) -> Iterator[range]:
         """All keys in tiles that lie either inside the span of those that are seen or outside."""
+        return _blocks(self.seq.length_k, self.seen_keys(), KEYS)
+
+    def seeing_queries(self) -> range:
+        """The queries that see a key."""
+        left, right = self.spec.window
+        return _inside(
+            self.seq.length_q, mask.key_span(self.seq.length_k, self.seq.length_q, right, left)
+        )
+
+    def seen_keys(self) -> range:
+        """The keys that a query sees."""
         span = mask.key_span(self.seq.length_q, self.seq.length_k, *self.spec.window)
-        return _blocks(self.seq.length_k, span, KEYS)
+        return _inside(self.seq.length_k, span)
 
     def key_tiles(self, i: range) -> Iterator[tuple[range, bool]]:
         """The keys that queries ``i`` see, in tiles; with each, whether it needs an element mask."""
@@ -161,6 +171,26 @@ class Part:
         sink = self.sink_logits(i)
         m = sink.clamp_min(torch.finfo(self.dtype).min)
         return m, exp_(sink - m)
+
+    def start_without_sink(self, i: range) -> tuple[Tensor, Tensor]:
+        """``start`` for those who let it join at the end."""
+        l = self.zeros(len(i) * self.group, 1)
+        return torch.full_like(l, torch.finfo(self.dtype).min), l
+
+    def join_sink(self, i: range, m: Tensor, l: Tensor, o: Tensor) -> Tensor:
+        """Give the sink, if any, its share of l and of the unnormalised o, in place; the new m.
+
+        After the last key, so that weights are measured against the row's largest score alone. Where
+        they become fp8, those far below a large sink would become 0.
+        """
+        if self.x.sink is None:
+            return m
+        sink = self.sink_logits(i)
+        m_new = torch.maximum(m, sink)
+        rescale = exp_(m - m_new)
+        l.mul_(rescale).add_(exp_(sink - m_new))
+        o.mul_(rescale)
+        return m_new
 
     def sink_logits(self, i: range) -> Tensor:
         """The logit of the sink in each row, -inf without one: (H, R G, 1)."""
@@ -317,10 +347,13 @@ def _hidden(rows: int, columns: int, left: int | None, right: int | None) -> Ten
     return ~mask.visible(i, j, rows, columns, left, right)
 
 
-def _blocks(length: int, span: tuple[int, int], size: int) -> Iterator[range]:
+def _inside(length: int, span: tuple[int, int]) -> range:
     low = min(span[0], length)
-    high = max(min(span[1], length), low)
-    for start, stop in ((0, low), (low, high), (high, length)):
+    return range(low, max(min(span[1], length), low))
+
+
+def _blocks(length: int, span: range, size: int) -> Iterator[range]:
+    for start, stop in ((0, span.start), (span.start, span.stop), (span.stop, length)):
         for first in range(start, stop, size):
             yield range(first, min(first + size, stop))
 
