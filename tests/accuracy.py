@@ -235,7 +235,7 @@ def _weights(t: Tensors) -> tuple[Tensor, Tensor]:
     for seq in sequences(spec, x):
         seq.keys(unit).copy_(torch.eye(seq.length_k, n, dtype=unit.dtype, device=unit.device)[:, None])
     wide = replace(spec, head_dim_v=n)
-    x = x._replace(v=unit)
+    x = x._replace(v=unit, v_descale=None)
     plain = reference.attention(replace(wide, dropout_p=0.0), x)[0]
     return plain, reference.attention(wide, x)[0] if spec.dropout_p > 0 else plain
 

@@ -61,6 +61,8 @@ class Problem:
     values: float = 1.0  # standard deviation of q, k and v
     shift: float = 0.0  # added to every scaled score, through one component of q and k
     equal_keys: bool = False  # every key the same: all scores of a row tie for the maximum
+    fp8: str | None = None  # how q, k and v are quantised
+    descale: bool = False  # dtype fp8: each sequence and key head has its scales
     poison: bool = True  # whatever the definition says has no effect is NaN or inf
     seed: int = 0
 
@@ -121,12 +123,16 @@ def tensors(p: Problem, device: torch.device | str = "cpu") -> Tensors:
         seqused_k=lengths(p.used_k),
         **_parameters(p, random_numbers, device),
     )
+    if p.descale:
+        scales = _normal(random_numbers, 3, len(p.lengths), p.heads_kv).abs().to(device, torch.float32)
+        x = x._replace(**dict(zip(("q_descale", "k_descale", "v_descale"), scales, strict=True)))
     if p.dropout_p > 0:
         x = x._replace(dropout_key=philox.fold(torch.tensor([p.seed], device=device)))
+    out_dtype = torch.bfloat16 if p.dtype == "fp8" else dtype
     if p.dout_layout == "expanded":
-        dout = torch.ones((), dtype=dtype, device=device).expand(dout.shape)
+        dout = torch.ones((), dtype=out_dtype, device=device).expand(dout.shape)
     else:
-        dout = _laid_out(dout.to(dtype), p.dout_layout, p.varlen, device)
+        dout = _laid_out(dout.to(out_dtype), p.dout_layout, p.varlen, device)
     dlse = dlse.to(device, torch.float64 if dtype == torch.float64 else torch.float32)
     spec = make_spec(x, **_spec_options(p))
     if p.poison:
@@ -183,6 +189,7 @@ def _spec_options(p: Problem) -> dict[str, Any]:
         "softcap": p.softcap,
         "dropout_p": p.dropout_p,
         "deterministic": p.deterministic,
+        "fp8": p.fp8,
         **longest,
     }
 
@@ -228,7 +235,10 @@ def _poison(p: Problem, spec: AttentionSpec, x: Inputs, dout: Tensor, dlse: Tens
     for side, t in marks:
         bad = torch.full((t.shape[-1],), torch.nan, dtype=t.dtype, device=t.device)
         bad[1::2] = torch.inf
-        t[outsiders[side]] = bad
+        if p.dtype == "fp8" and t.dtype != dout.dtype:  # has no inf, and few operations
+            t.view(torch.uint8)[outsiders[side]] = 0x7F
+        else:
+            t[outsiders[side]] = bad
     rows = outsiders["q"] if spec.varlen else outsiders["q"][:, None, :]
     dlse.masked_fill_(rows.expand(dlse.shape), torch.nan)
     if x.bias is not None and spec.ragged and x.bias.shape[0] == spec.batch:
@@ -262,7 +272,7 @@ def reference_results(t: Tensors, loss: str, dtype: torch.dtype) -> Results:
 def run(p: Problem, t: Tensors, **how: Any) -> Results:
     """What a kernel makes of it, through the public functions. how: ``backend``, ``algorithm``."""
     leaves = {
-        name: getattr(t.x, name).detach().requires_grad_()
+        name: getattr(t.x, name).detach().requires_grad_(p.loss != "none")
         for name in GRADIENTS.values()
         if getattr(t.x, name) is not None
     }
@@ -281,6 +291,7 @@ def run(p: Problem, t: Tensors, **how: Any) -> Results:
             dropout_p=p.dropout_p,
             seed=p.seed,
             deterministic=p.deterministic,
+            fp8=p.fp8,
             return_lse=True,
             **how,
         )

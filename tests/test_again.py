@@ -93,6 +93,13 @@ def differing() -> dict[str, Call]:
         "values": lambda: attention(Q, K, V[..., :5]),
         "strides": lambda: attention(wide, K, V),
         "dtype": lambda: attention(Q.half(), K.half(), V.half()),
+        "bf16": lambda: attention(Q.bfloat16(), K.bfloat16(), V.bfloat16()),
+        "fp8 block": lambda: attention(Q.bfloat16(), K.bfloat16(), V.bfloat16(), fp8="block"),
+        "fp8 rotated": lambda: attention(Q.bfloat16(), K.bfloat16(), V.bfloat16(), fp8="rotated"),
+        "given in fp8": lambda: attention(*(t.to(torch.float8_e4m3fn) for t in (Q, K, V))),
+        "with a scale": lambda: attention(
+            *(t.to(torch.float8_e4m3fn) for t in (Q, K, V)), v_descale=torch.full((2, 2), 2.0)
+        ),
         "fewer heads": lambda: attention(Q, K[:, :, :1], V[:, :, :1]),
         "used": lambda: attention(Q, K, V, seqused_k=torch.tensor([6, 3], dtype=torch.int32)),
         "used queries": lambda: attention(Q, K, V, seqused_q=torch.tensor([6, 3], dtype=torch.int32)),

@@ -33,6 +33,12 @@ PROBLEMS = {
     "no keys": Problem(((6, 0),)),
     "no sequences": Problem(()),
 }
+FP8 = {
+    "rotated": Problem(((6, 7),) * 2, 2, 2, dtype="bf16", fp8="rotated", causal=True),
+    "tensor, varlen": Problem(((3, 4), (2, 5)), 2, 2, varlen=True, dtype="fp16", fp8="tensor"),
+    "given": Problem(((6, 7),) * 2, 2, 2, dtype="fp8"),
+    "given with scales": Problem(((6, 7),) * 2, 2, 2, dtype="fp8", descale=True),
+}
 ALGORITHMS = ("fa2", "fa1")
 
 
@@ -54,6 +60,8 @@ def arguments(
                 if getattr(x, n) is not None
             }
         )
+    if p.fp8 is not None or p.dtype == "fp8":
+        algorithm = "fa3"
     options = {
         "max_seqlen_q": t.spec.max_seqlen_q if p.varlen else None,
         "max_seqlen_k": t.spec.max_seqlen_k if p.varlen else None,
@@ -66,6 +74,7 @@ def arguments(
         "deterministic": p.deterministic,
         "algorithm": algorithm,
         "backend": "cpu",
+        "fp8": p.fp8,
     }
     return (*x, *(options[n] for n in OPTION_NAMES)), t
 
@@ -77,6 +86,24 @@ def arguments(
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_opcheck_forward(name: str, algorithm: str):
     torch.library.opcheck(operator("forward"), arguments(PROBLEMS[name], algorithm)[0])
+
+
+@pytest.mark.parametrize("name", FP8)
+def test_opcheck_fp8(name: str):
+    """bf16 out of fp8, scales among the tensors, and a backward that needs none of what is saved."""
+    p = FP8[name]
+    utils = ["test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
+    if p.dtype != "fp8":  # of which PyTorch cannot tell whether two are equal
+        utils.append("test_schema")
+    args, t = arguments(p, grad=p.dtype != "fp8")
+    torch.library.opcheck(operator("forward"), args, test_utils=utils)
+    args, _ = arguments(p, grad=False)
+    out, lse, saved = torch.ops.tilewise.forward(*args)
+    assert saved.numel() == 0
+    torch.library.opcheck(operator("forward_out"), (torch.zeros_like(out), *args), test_utils=utils)
+    if p.dtype != "fp8":
+        given = (t.dout.contiguous(), t.dlse, out, lse, saved, True, True, *args)
+        torch.library.opcheck(operator("backward"), given)
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -290,6 +317,24 @@ def test_compile_dense(options: dict[str, Any]):
     block = Block(**options)
     compiled = torch.compile(block, fullgraph=True, backend=BACKEND)
     same_with_gradients(block, compiled, torch.randn(2, 9, 32))
+
+
+@pytest.mark.parametrize("how", ["tensor", "rotated"])
+def test_compile_fp8(how: str):
+    block = Block(causal=True, fp8=how).bfloat16()
+    compiled = torch.compile(block, fullgraph=True, backend=BACKEND)
+    same_with_gradients(block, compiled, torch.randn(2, 9, 32).bfloat16())
+
+
+def test_compile_fp8_tensors():
+    q, k, v = (torch.randn(2, 9, 2, 16).to(torch.float8_e4m3fn) for _ in range(3))
+    scale = torch.full((2, 2), 0.5)
+
+    def call(q, k, v, scale):
+        return attention(q, k, v, q_descale=scale, v_descale=scale)
+
+    got = torch.compile(call, fullgraph=True, backend=BACKEND)(q, k, v, scale)
+    assert got.dtype == torch.bfloat16 and torch.equal(got, call(q, k, v, scale))
 
 
 def lengths_of(*lengths: int) -> dict[str, Any]:

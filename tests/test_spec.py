@@ -39,6 +39,11 @@ def varlen(**changes: Any) -> dict[str, Any]:
     } | changes
 
 
+def fp8() -> dict[str, Any]:
+    """The tensors of ``dense`` in fp8."""
+    return {name: t.to(torch.float8_e4m3fn) for name, t in dense().items()}
+
+
 def test_the_arguments_that_the_bad_ones_differ_from_are_good():
     attention(**dense())
     attention_varlen(**varlen())
@@ -257,6 +262,69 @@ BAD_DENSE = {
         TypeError,
         {"sink": normal(4, dtype=torch.float16)},
         "sink.dtype: got torch.float16; allowed is one of ['torch.bfloat16', 'torch.float32']",
+    ),
+    "fp8 unknown": (
+        ValueError,
+        {"fp8": "tile"},
+        "fp8: got 'tile'; allowed is None or one of tensor, block, rotated",
+    ),
+    "fp8 a bool": (TypeError, {"fp8": True}, "fp8: got True (bool); allowed is a string or None"),
+    "fp8 of fp32": (
+        ValueError,
+        {"fp8": "block"},
+        "fp8: got 'block'; allowed is None with q of torch.float32; bf16 and fp16 can be quantised",
+    ),
+    "fp8 of fp8": (
+        ValueError,
+        {"fp8": "block", **fp8()},
+        "fp8: got 'block'; allowed is None with q, k and v that are fp8 already",
+    ),
+    "a scale of fp32": (
+        ValueError,
+        {"k_descale": normal(2, 2)},
+        "k_descale: got a tensor of shape (2, 2); allowed is None with q of torch.float32: "
+        "only fp8 tensors have scales",
+    ),
+    "scale of each query head": (
+        ValueError,
+        {"q_descale": normal(2, 4), **fp8()},
+        "q_descale.shape: got (2, 4); allowed is (2, 2)",
+    ),
+    "scale dtype": (
+        TypeError,
+        {"v_descale": normal(2, 2, dtype=torch.float16), **fp8()},
+        "v_descale.dtype: got torch.float16; allowed is torch.float32",
+    ),
+    "scale a number": (
+        TypeError,
+        {"v_descale": 1.0, **fp8()},
+        "v_descale: got float; allowed is a tensor or None",
+    ),
+    "scale with gradient": (
+        ValueError,
+        {"v_descale": normal(2, 2).requires_grad_(), **fp8()},
+        "v_descale.requires_grad: got True; allowed is False: it has no gradient",
+    ),
+    "fp8 with gradient": (
+        ValueError,
+        {**fp8(), "k": normal(2, 6, 2, 8).to(torch.float8_e4m3fn).requires_grad_()},
+        "k.requires_grad: got True; allowed is False: fp8 tensors have no gradient; "
+        "bf16 ones with fp8= have",
+    ),
+    "fp8 and bf16": (
+        TypeError,
+        {**fp8(), "v": normal(2, 6, 2, 7, dtype=torch.bfloat16)},
+        "v.dtype: got torch.bfloat16; allowed is q's, torch.float8_e4m3fn",
+    ),
+    "bias in fp8": (
+        TypeError,
+        {**fp8(), "bias": normal(1, 1, 5, 6).to(torch.float8_e4m3fn)},
+        "bias.dtype: got torch.float8_e4m3fn; allowed is torch.float32",
+    ),
+    "sink in fp8": (
+        TypeError,
+        {**fp8(), "sink": normal(4).to(torch.float8_e4m3fn)},
+        "sink.dtype: got torch.float8_e4m3fn; allowed is one of ['torch.bfloat16', 'torch.float32']",
     ),
     "seqused dtype": (
         TypeError,

@@ -62,7 +62,7 @@ class Known:
         if self._heads_first:
             q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         if self._wants_gradients and torch.is_grad_enabled():
-            out, lse, _ = ops.free_forward(self, q, k, v, *others, None, *self._options)
+            out, lse, _ = ops.free_forward(self, *Inputs(q, k, v, *others), *self._options)
         else:
             out, lse, _ = self.run(Inputs(q, k, v, *others))
         return out.transpose(1, 2) if self._heads_first else out, lse

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from tilewise import again, dispatch, ops, philox
-from tilewise.errors import UnsupportedError
 from tilewise.mask import Window
 from tilewise.spec import (
     Inputs,
@@ -48,6 +47,7 @@ def attention(
     q_descale: Tensor | None = None,
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
+    fp8: str | None = None,
     layout: str = "bshd",
     deterministic: bool = False,
     algorithm: str = "auto",
@@ -58,7 +58,8 @@ def attention(
     """softmax(scale * q k^T + ...) v, exact, without ever holding the Sq x Sk scores.
 
     Args:
-        q: (B, Sq, Hq, D); fp16, bf16, fp32 or, on the CPU, fp64. D from 1 to 256.
+        q: (B, Sq, Hq, D); fp16, bf16, fp32 or, on the CPU, fp64 or fp8 e4m3, which has no
+            gradient. D from 1 to 256.
         k: (B, Sk, Hkv, D), Hkv dividing Hq: query head h reads key head h // (Hq / Hkv).
         v: (B, Sk, Hkv, Dv), Dv from 1 to 256. Any strides; a last dimension that is not contiguous
             is copied.
@@ -75,7 +76,14 @@ def attention(
         seed: of dropout: an int, a pair (seed, offset), an int64 tensor with one or both, or None
             to draw from torch's generator. The same seed gives the same mask on every backend.
         seqused_q, seqused_k: (B,) int32, how many rows of each sequence count; masks align to them.
-        q_descale, k_descale, v_descale: scales of fp8 inputs.
+        q_descale, k_descale, v_descale: (B, Hkv) fp32, what the numbers of q, k and v that are fp8
+            (torch.float8_e4m3fn) are multiplied with; None is 1. Not differentiable.
+        fp8: how to quantise q, k and v in bf16 or fp16 to e4m3 first, and weights after the softmax:
+            "tensor" with one scale for each of q, k, v, sequence and key head; "block" with one for
+            each tile of 128 rows and head; "rotated" as "block", q and k after a random rotation that
+            leaves scores as they are and spreads outliers over all components. A scale sees its whole
+            tile: how a result is rounded depends on later keys, too, under a causal mask.
+            Gradients are those without ``fp8``, for which the backward runs that forward as well.
         layout: "bshd" as above, or "bhsd" with heads before length, for q, k, v and the output.
         deterministic: bitwise equal gradients run to run; also when
             ``torch.use_deterministic_algorithms`` asks for it.
@@ -85,8 +93,8 @@ def attention(
         return_lse: also return the log-sum-exp of each row's logits.
 
     Returns:
-        (B, Sq, Hq, Dv) in q's dtype; with ``return_lse`` also (B, Hq, Sq) fp32 (fp64 for fp64
-        inputs), natural log, differentiable. A row that sees no key: output 0, lse -inf (with a
+        (B, Sq, Hq, Dv) in q's dtype, bf16 for fp8; with ``return_lse`` also (B, Hq, Sq) fp32 (fp64
+        for fp64 inputs), natural log, differentiable. A row that sees no key: output 0, lse -inf (with a
         sink: its value), gradients 0.
 
     Raises:
@@ -96,7 +104,8 @@ def attention(
     Under ``torch.func``: grad, vjp, jacrev and vmap, which makes one call for each sample; compiled,
     they run outside the graph. Second and forward-mode derivatives are errors.
 
-    Source: Dao et al., FlashAttention (NeurIPS 2022), section 3.1, and its successors.
+    Source: Dao et al., FlashAttention (NeurIPS 2022), section 3.1, and its successors; fp8: Shah et
+    al., FlashAttention-3 (NeurIPS 2024), section 3.3.
     """
     call = None
     if out is seed is q_descale is k_descale is v_descale is None:
@@ -111,6 +120,7 @@ def attention(
             backend,
             layout,
             return_lse,
+            fp8,
         )
         call = again.signature(given, options, window)
         known = again.find(call)
@@ -135,6 +145,7 @@ def attention(
         q_descale=q_descale,
         k_descale=k_descale,
         v_descale=v_descale,
+        fp8=fp8,
         deterministic=deterministic,
         algorithm=algorithm,
         backend=backend,
@@ -173,6 +184,7 @@ def attention_varlen(
     q_descale: Tensor | None = None,
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
+    fp8: str | None = None,
     deterministic: bool = False,
     algorithm: str = "auto",
     backend: str = "auto",
@@ -207,7 +219,7 @@ def attention_varlen(
         lengths = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k
         given = q, k, v, bias, alibi_slopes, sink, *lengths
         longest = max_seqlen_q, max_seqlen_k
-        options = causal, scale, softcap, dropout_p, deterministic, algorithm, backend, return_lse
+        options = causal, scale, softcap, dropout_p, deterministic, algorithm, backend, return_lse, fp8
         call = again.signature(given, (*longest, *options), window)
         known = again.find(call)
         if known is not None:
@@ -236,6 +248,7 @@ def attention_varlen(
         q_descale=q_descale,
         k_descale=k_descale,
         v_descale=v_descale,
+        fp8=fp8,
         deterministic=deterministic,
         algorithm=algorithm,
         backend=backend,
@@ -323,7 +336,8 @@ def explain(q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> Explanation:
     data: dict[str, Any] = {"features": sorted(spec.features)}
     directions: tuple[dispatch.Direction, ...] = ("forward", "backward")
     for direction in directions:
-        kernel, passed_over = dispatch.survey(spec, direction)
+        asked_for = spec if direction == "forward" else spec.unquantized
+        kernel, passed_over = dispatch.survey(asked_for, direction)
         data[direction] = {
             "kernel": None if kernel is None else kernel.name,
             "passed_over": dict(passed_over),
@@ -358,6 +372,7 @@ def _understand(
     q_descale: Tensor | None,
     k_descale: Tensor | None,
     v_descale: Tensor | None,
+    fp8: str | None,
     deterministic: bool,
     algorithm: str,
     backend: str,
@@ -370,10 +385,8 @@ def _understand(
     max_seqlen_k: int | Tensor | None = None,
 ) -> _Asked:
     """What ``attention`` and ``attention_varlen`` do before they run anything, and ``explain`` too."""
-    if q_descale is not None or k_descale is not None or v_descale is not None:
-        raise UnsupportedError("q_descale, k_descale, v_descale: no kernel takes fp8 in this version")
     tensors = bias, alibi_slopes, sink, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k
-    x = Inputs(q, k, v, *tensors)
+    x = Inputs(q, k, v, *tensors, None, q_descale, k_descale, v_descale)
     check_tensors(x)
     if out is not None:
         check_tensor("out", out, "a tensor or None")
@@ -395,6 +408,7 @@ def _understand(
         "deterministic": deterministic,
         "algorithm": algorithm,
         "backend": backend,
+        "fp8": fp8,
     }
     check_options(options)
     check_type("return_lse", return_lse, bool, "a bool")

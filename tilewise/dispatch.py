@@ -49,6 +49,7 @@ _ALL = frozenset(FEATURES) - {"fp8"}
 _TRITON = _ALL - {"fp64"}
 _PLAIN = _TRITON - {"bias", "alibi", "sink", "dropout"}
 _HOPPER = _TRITON - {"fp32"}
+_QUANTIZED = frozenset(FEATURES) - {"fp16", "bf16", "fp32", "fp64", "lse_grad"}
 
 
 @dataclass(frozen=True)
@@ -141,6 +142,7 @@ KERNELS: tuple[Kernel, ...] = (
     Kernel("cpu", "fa2", "tilewise.backends.cpu.fa2", _ALL, _ALL, _cpu),
     Kernel("hopper", "fa3", "tilewise.backends.hopper.fa3", _HOPPER, _HOPPER, _hopper),
     Kernel("triton", "fa2", "tilewise.backends.triton.fa2", _TRITON, _TRITON, _triton),
+    Kernel("cpu", "fa3", "tilewise.backends.cpu.fa3", _QUANTIZED, frozenset(), _cpu),
     Kernel("cpu", "fa1", "tilewise.backends.cpu.fa1", _ALL, _ALL, _cpu, _TEACHING),
     Kernel("triton", "fa1", "tilewise.backends.triton.fa1", _PLAIN, _PLAIN, _triton, _TEACHING),
 )
@@ -227,8 +229,11 @@ def saved_statistics(spec: AttentionSpec) -> int:
     """How many numbers per row a forward leaves for its backward besides the log-sum-exp.
 
     FlashAttention-1 leaves m and l. Later ones leave what rounding took from the log-sum-exp, all of
-    log l where logits are huge: always on a CPU, where there is a bias on a GPU.
+    log l where logits are huge: always on a CPU, where there is a bias on a GPU. An fp8
+    forward leaves nothing: see ``ops``.
     """
+    if "fp8" in spec.features:
+        return 0
     if spec.algorithm == "fa1":
         return 2
     return 1 if spec.device.type == "cpu" or spec.bias else 0

@@ -25,19 +25,19 @@ from tilewise.spec import AttentionSpec, Inputs, check_values, make_spec
 _TENSORS = (
     "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? alibi_slopes, Tensor? sink, "
     "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_q, Tensor? seqused_k, "
-    "Tensor? dropout_key"
+    "Tensor? dropout_key, Tensor? q_descale, Tensor? k_descale, Tensor? v_descale"
 )
 _OPTIONS = (
     "SymInt? max_seqlen_q, SymInt? max_seqlen_k, bool causal, SymInt? window_left, "
     "SymInt? window_right, float? scale, float? softcap, float dropout_p, bool deterministic, "
-    "str algorithm, str backend"
+    "str algorithm, str backend, str? fp8"
 )
 OPTION_NAMES = tuple(option.split()[-1] for option in _OPTIONS.split(","))
 _TENSOR_COUNT = len(Inputs._fields)
 
 # The overload's name, which is part of every compiled graph. A new one when the number, the shapes or
 # the meaning of results change: then no cache gives out what was compiled for the old ones.
-_CONTRACT = "v2"
+_CONTRACT = "v3"
 
 _library = torch.library.Library("tilewise", "DEF")
 _library.define(f"forward.{_CONTRACT}({_TENSORS}, {_OPTIONS}) -> (Tensor, Tensor, Tensor)")
@@ -121,7 +121,7 @@ def replace_rows(x: Inputs) -> Inputs:
 
 
 def _empty_out(spec: AttentionSpec, x: Inputs) -> Tensor:
-    return x.q.new_empty(*x.q.shape[:-1], spec.head_dim_v)
+    return x.q.new_empty(*x.q.shape[:-1], spec.head_dim_v, dtype=spec.out_dtype)
 
 
 def _empty_statistics(spec: AttentionSpec, x: Inputs) -> tuple[Tensor, Tensor]:
@@ -192,10 +192,10 @@ def check_out(spec: AttentionSpec, x: Inputs, out: Tensor) -> None:
     want = (*x.q.shape[:-1], spec.head_dim_v)
     if tuple(out.shape) != want:
         raise ValueError(f"out.shape: got {tuple(out.shape)}; allowed is {want}")
-    if out.dtype != spec.dtype or out.device != spec.device:
-        raise TypeError(
-            f"out: got {out.dtype} on {out.device}; allowed is q's, {spec.dtype} on {spec.device}"
-        )
+    if out.dtype != spec.out_dtype or out.device != spec.device:
+        whose = "q's" if spec.out_dtype == spec.dtype else "that of fp8 inputs"
+        allowed = f"{whose}, {spec.out_dtype} on {spec.device}"
+        raise TypeError(f"out: got {out.dtype} on {out.device}; allowed is {allowed}")
     if out.stride(-1) != 1 and out.shape[-1] != 1:
         raise ValueError(f"out.stride(-1): got {out.stride(-1)}; allowed is 1, adjacent elements")
     if _overlaps_itself(out):
@@ -247,11 +247,28 @@ def _backward(
     *args: Any,
 ) -> tuple[Tensor, ...]:
     spec, x = prepare(args)
+    if spec.fp8 is not None:
+        spec = spec.unquantized
+        out, lse, saved = _unquantized_forward(spec, x)
     extra = frozenset() if dlse is None else frozenset({"lse_grad"})
     kernel = dispatch.choose(spec, "backward", extra)
     grads = Gradients(spec, x, bias_grad, sink_grad)
     run_backward(kernel, spec, x, out, lse, saved, _rows(dout), dlse, grads)
     return _as_returned(grads)
+
+
+def _unquantized_forward(spec: AttentionSpec, x: Inputs) -> tuple[Tensor, Tensor, Tensor]:
+    """What the backward of an fp8 forward reads, as a forward without fp8 leaves it.
+
+    Gradients pass straight through the quantisation: they are those of attention of q, k and v as they
+    are given, and its scores are what the backward computes again. Together with the log-sum-exp of
+    quantised scores, weights would not add up to 1; together with the quantised output, delta would not
+    be their mean of dP. Then a row of dS has a sum other than 0, and whatever all keys have in common,
+    which attention does not feel, reaches dQ times that sum: with one large channel in the keys, most
+    of dQ. Only a pass over all scores tells both numbers, and that is a forward.
+    """
+    out = _empty_out(spec, x)
+    return out, *run_forward(dispatch.choose(spec, "forward"), spec, x, out)
 
 
 def _as_returned(grads: Gradients) -> tuple[Tensor, ...]:

@@ -21,6 +21,9 @@ def attention(
 ) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp of a whole batch, differentiable in q, k, v, bias and sink.
 
+    Of fp8 tensors it is exact attention of the numbers that they are with their scales; how others are
+    to be quantised (``spec.fp8``) makes no difference to what is right.
+
     Returns:
         out, shaped like q with Dv for D, and lse, (B, Hq, Sq) or varlen (Hq, total), both in
         ``compute_dtype``. Rows that belong to no sequence: out 0, lse -inf.
@@ -39,6 +42,11 @@ def _attend(spec: AttentionSpec, x: Inputs, seq: Sequence, dtype: torch.dtype) -
     """One sequence: out (Sq, Hq, Dv) and lse (Hq, Sq)."""
     b, sq, sk = seq.number, seq.length_q, seq.length_k
     q, k, v = (t.to(dtype) for t in (seq.queries(x.q), seq.keys(x.k), seq.keys(x.v)))
+    scales = ((q, x.q_descale, spec.group), (k, x.k_descale, 1), (v, x.v_descale, 1))
+    q, k, v = (
+        t if scale is None else t * scale[b].to(dtype).repeat_interleave(heads)[:, None]
+        for t, scale, heads in scales
+    )
     k, v = (t.repeat_interleave(spec.group, dim=1) for t in (k, v))
     i = torch.arange(sq, device=q.device)[:, None]
     j = torch.arange(sk, device=q.device)[None, :]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import reprlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -24,6 +24,7 @@ MAX_HEAD_DIM = 256
 ALGORITHMS = ("auto", "fa1", "fa2", "fa3", "fa4")
 BACKENDS = ("auto", "cpu", "triton", "hopper", "blackwell")
 LAYOUTS = ("bshd", "bhsd")
+FP8 = ("tensor", "block", "rotated")  # None is none
 DTYPES = {
     torch.float16: "fp16",
     torch.bfloat16: "bf16",
@@ -48,6 +49,9 @@ class Inputs(NamedTuple):
     seqused_q: Tensor | None = None  # (B,), int32
     seqused_k: Tensor | None = None
     dropout_key: Tensor | None = None  # (1,), int64, philox.fold(seed, offset)
+    q_descale: Tensor | None = None  # (B, Hkv), fp32, of fp8 tensors: what their numbers are times
+    k_descale: Tensor | None = None
+    v_descale: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -77,6 +81,7 @@ class AttentionSpec:
     deterministic: bool
     algorithm: str
     backend: str
+    fp8: str | None = None  # how q, k and v of another dtype are quantised
 
     def __hash__(self) -> int:
         return self._hash
@@ -105,10 +110,22 @@ class AttentionSpec:
         return torch.float64 if self.dtype == torch.float64 else torch.float32
 
     @cached_property
+    def out_dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.dtype == torch.float8_e4m3fn else self.dtype
+
+    @cached_property
+    def unquantized(self) -> AttentionSpec:
+        """The same without ``fp8``, by whichever kernel runs that: what gradients are of.
+
+        The algorithm that was asked for by name may be one that has nothing but fp8 here.
+        """
+        return self if self.fp8 is None else replace(self, fp8=None, algorithm="auto")
+
+    @cached_property
     def features(self) -> frozenset[str]:
         """The rows of dispatch.FEATURES that a kernel must support to run this."""
         asked = {
-            DTYPES[self.dtype]: True,
+            DTYPES[self.dtype] if self.fp8 is None else "fp8": True,
             "gqa": self.group > 1,
             "unequal_dims": self.head_dim != self.head_dim_v,
             "causal": self.causal or self.window_right == 0,
@@ -139,6 +156,7 @@ def make_spec(
     deterministic: bool = False,
     algorithm: str = "auto",
     backend: str = "auto",
+    fp8: str | None = None,
 ) -> AttentionSpec:
     """Check the arguments of a call and build its spec; what tensors hold is left to ``check_values``.
 
@@ -171,6 +189,7 @@ def make_spec(
     _check_bias(x, varlen, batch, heads_q, max_q, max_k)
     _check_alibi(x, batch, heads_q)
     _check_sink(x, heads_q)
+    _check_fp8(x, fp8, batch, heads_kv)
     for name in ("seqused_q", "seqused_k"):
         _check_lengths(name, getattr(x, name), batch, x.q.device)
     if varlen:  # no sequence is longer than all together, and grids grow with these
@@ -200,6 +219,7 @@ def make_spec(
         deterministic=deterministic,
         algorithm=algorithm,
         backend=backend,
+        fp8=fp8,
     )
 
 
@@ -281,6 +301,7 @@ _OPTION_TYPES: dict[str, tuple[Any, str]] = {
     "deterministic": (bool, "a bool"),
     "algorithm": (str, "a string"),
     "backend": (str, "a string"),
+    "fp8": ((str, type(None)), "a string or None"),
 }
 
 
@@ -413,10 +434,10 @@ def _check_bias(x: Inputs, varlen: bool, batch: int, heads: int, max_q: int, max
     fits = len(shape) == 4 and all(n in (1, m) for n, m in zip(shape, full, strict=True))
     require(fits, "bias.shape", shape, allowed)
     require_type(
-        x.bias.dtype in (torch.float32, x.q.dtype),
+        x.bias.dtype in (torch.float32, x.q.dtype) and x.bias.dtype != torch.float8_e4m3fn,
         "bias.dtype",
         x.bias.dtype,
-        f"torch.float32 or q's, {x.q.dtype}",
+        "torch.float32" if x.q.dtype == torch.float8_e4m3fn else f"torch.float32 or q's, {x.q.dtype}",
     )
 
 
@@ -435,10 +456,30 @@ def _check_sink(x: Inputs, heads: int) -> None:
     if x.sink is None:
         return
     require(tuple(x.sink.shape) == (heads,), "sink.shape", tuple(x.sink.shape), f"({heads},)")
-    allowed = {torch.float32, torch.bfloat16, x.q.dtype}
+    allowed = {torch.float32, torch.bfloat16, x.q.dtype} - {torch.float8_e4m3fn}
     require_type(
         x.sink.dtype in allowed, "sink.dtype", x.sink.dtype, f"one of {sorted(map(str, allowed))}"
     )
+
+
+def _check_fp8(x: Inputs, fp8: str | None, batch: int, heads: int) -> None:
+    require(fp8 is None or fp8 in FP8, "fp8", fp8, f"None or one of {', '.join(FP8)}")
+    given = x.q.dtype == torch.float8_e4m3fn
+    if fp8 is not None:
+        require(not given, "fp8", fp8, "None with q, k and v that are fp8 already")
+        fits = x.q.dtype in (torch.bfloat16, torch.float16)
+        require(fits, "fp8", fp8, f"None with q of {x.q.dtype}; bf16 and fp16 can be quantised")
+    for name in ("q_descale", "k_descale", "v_descale"):
+        t = getattr(x, name)
+        if t is not None:
+            require(given, name, t, f"None with q of {x.q.dtype}: only fp8 tensors have scales")
+            require(t.shape == (batch, heads), f"{name}.shape", tuple(t.shape), f"({batch}, {heads})")
+            require_type(t.dtype == torch.float32, f"{name}.dtype", t.dtype, "torch.float32")
+            require(not t.requires_grad, f"{name}.requires_grad", True, "False: it has no gradient")
+    if given:  # of bias and sink, which may be a model's parameters, the backward says it
+        for name, t in (("q", x.q), ("k", x.k), ("v", x.v)):
+            reason = "False: fp8 tensors have no gradient; bf16 ones with fp8= have"
+            require(not t.requires_grad, f"{name}.requires_grad", True, reason)
 
 
 def check_values(spec: AttentionSpec, x: Inputs) -> None:

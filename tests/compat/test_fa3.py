@@ -132,9 +132,6 @@ def test_without_probs_the_output_alone():
     [
         ("qv", torch.randn(2, 6, 4, 6)),
         ("attention_chunk", 4),
-        ("q_descale", torch.ones(2, 2)),
-        ("k_descale", torch.ones(2, 2)),
-        ("v_descale", torch.ones(2, 2)),
     ],
 )
 def test_what_would_change_the_result_is_refused(name, value):
@@ -146,6 +143,45 @@ def test_what_would_change_the_result_is_refused(name, value):
     if name != "qv":
         with pytest.raises(UnsupportedError, match=name):
             fa3.flash_attn_qkvpacked_func(torch.randn(2, 9, 3, 4, 8), **{name: value})
+
+
+@pytest.mark.parametrize("name", ["q_descale", "k_descale", "v_descale"])
+def test_scales_are_honoured_or_refused(name):
+    """A scale that is dropped, of another tensor, or of another sequence or head."""
+    scale = torch.tensor([[0.5, 2.0], [4.0, 0.25]])
+    own = scale[CU_Q[:4] % 2]  # four sequences
+
+    def scaled(t, by):
+        return t.double() * by.repeat_interleave(t.shape[-2] // 2, -1)[..., None]
+
+    tensors = [t.to(torch.float8_e4m3fn) for t in dense()]
+    wide = [t.double() for t in tensors]
+    n = ("q_descale", "k_descale", "v_descale").index(name)
+    wide[n] = scaled(tensors[n], scale[:, None])
+    out, lse = fa3.flash_attn_func(*tensors, **{name: scale}, return_attn_probs=True)
+    want, want_lse = attend(*wide)
+    assert out.dtype == torch.bfloat16
+    torch.testing.assert_close(lse.double(), want_lse, rtol=0, atol=1e-5)
+    assert (out - want).norm() < 0.08 * want.norm()
+
+    tensors = [t.to(torch.float8_e4m3fn) for t in packed()]
+    wide = [t.double() for t in tensors]
+    lengths = (CU_Q, CU_K, CU_K)[n].diff()
+    wide[n] = scaled(tensors[n], own.repeat_interleave(lengths, 0))
+    out, lse = fa3.flash_attn_varlen_func(*tensors, *LENGTHS, **{name: own}, return_attn_probs=True)
+    want, want_lse = attend_packed(*wide, CU_Q, CU_K)
+    torch.testing.assert_close(lse.double(), want_lse, rtol=0, atol=1e-5)
+    assert (out - want).norm() < 0.08 * want.norm()
+
+    qkv = torch.randn(2, 9, 3, 2, 8).to(torch.float8_e4m3fn)
+    wide = list(qkv.double().unbind(2))
+    wide[n] = scaled(wide[n], scale[:, None])
+    out = fa3.flash_attn_qkvpacked_func(qkv, **{name: scale})
+    want = attend(*wide)[0]
+    assert (out - want).norm() < 0.08 * want.norm()
+
+    with pytest.raises(ValueError, match=f"{name}: .*only fp8 tensors have scales"):
+        fa3.flash_attn_func(*dense(), **{name: scale})
 
 
 def test_bad_packing():

@@ -225,6 +225,7 @@ def flash_backward(
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "algorithm": "auto",
         "backend": "auto",
+        "fp8": None,
     }
     # What rounding took from the log-sum-exp, which a CPU's kernels would keep: it is lost here.
     saved = logsumexp.new_zeros(1 if logsumexp.is_cpu else 0, *logsumexp.shape)

@@ -6,7 +6,8 @@ Common to all of them:
 - causal: bottom-right aligned, query i sees keys j <= i + Sk - Sq.
 - window_size: (left, right); -1, like any negative number, is no bound. With causal the right one is 0.
 - softcap: 0.0 is none.
-- q_descale, k_descale, v_descale: scales of fp8 inputs, which no kernel takes yet: UnsupportedError.
+- q_descale, k_descale, v_descale: (B, Hkv) fp32, what the numbers of fp8 inputs are multiplied with;
+  the output is bf16 then. With other inputs: ValueError.
 - qv, attention_chunk: UnsupportedError unless None and 0; they would change the result.
 - num_splits, pack_gqa, sm_margin: how that package schedules its kernels; they change no result and
   Tilewise schedules its own, so any value is fine.
