@@ -58,10 +58,8 @@ INPUTS: dict[str, Callable[..., list[Tensor]]] = {
 def measure(inputs: str, head_dim: int, length: int) -> dict[str, Any]:
     """One row: relative RMSE and cosine of each way, and of bf16."""
     torch.manual_seed(SEED)
-    q, k, v = (
-        t.bfloat16()
-        for t in INPUTS[inputs](*((1, n, HEADS, head_dim) for n in (QUERIES, length, length)))
-    )
+    shapes = [(1, n, HEADS, head_dim) for n in (QUERIES, length, length)]
+    q, k, v = (t.bfloat16() for t in INPUTS[inputs](*shapes))
     want = attention(q.double(), k.double(), v.double())
     row: dict[str, Any] = {"inputs": inputs, "head_dim": head_dim, "length": length}
     for how in (None, *FP8):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tilewise import fp8
+
+ROOT = Path(__file__).parents[1]
 
 # Every number that e4m3 has, from its bits: sign, 4 of exponent (bias 7), 3 of mantissa; no infinity.
 NUMBERS = sorted(
@@ -243,3 +248,22 @@ def test_signs_are_what_they_were():
 
 
 SIGNS = ["0x4673f4b3", "0xc20e9697"]
+
+
+# --- the table of errors ------------------------------------------------------------------------------
+
+
+def test_the_documents_table_is_the_recorded_one():
+    """docs/fp8.md, benchmarks/results and the script that makes both."""
+    path = ROOT / "benchmarks" / "fp8_errors.py"
+    spec = importlib.util.spec_from_file_location("fp8_errors", path)
+    assert spec is not None and spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    rows = json.loads((path.parent / "results" / "fp8-errors-cpu.json").read_text())["rows"]
+    assert script.markdown(rows) in (ROOT / "docs" / "fp8.md").read_text(encoding="utf-8")
+    (row,) = (r for r in rows if (r["inputs"], r["head_dim"], r["length"]) == ("outliers", 64, 2048))
+    again = script.measure("outliers", 64, 2048)
+    for how in ("tensor", "block", "rotated"):
+        error = row[how]["relative_rmse"]
+        assert again[how]["relative_rmse"] == pytest.approx(error, rel=0.05)
