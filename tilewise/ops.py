@@ -264,8 +264,8 @@ def _unquantized_forward(spec: AttentionSpec, x: Inputs) -> tuple[Tensor, Tensor
     are given, and its scores are what the backward computes again. Together with the log-sum-exp of
     quantised scores, weights would not add up to 1; together with the quantised output, delta would not
     be their mean of dP. Then a row of dS has a sum other than 0, and whatever all keys have in common,
-    which attention does not feel, reaches dQ times that sum: with one large channel in the keys, most
-    of dQ. Only a pass over all scores tells both numbers, and that is a forward.
+    which attention does not feel, reaches dQ times that sum: four tenths of dQ where one channel of all
+    keys has 30 added. Only a pass over all scores tells both numbers, and that is a forward.
     """
     out = _empty_out(spec, x)
     return out, *run_forward(dispatch.choose(spec, "forward"), spec, x, out)

@@ -297,7 +297,7 @@ def test_scales_take_powers_of_two_away(shift: int):
 )  # fmt: skip
 def test_gradients_are_those_without_fp8(p: Problem, how: str):
     """With the log-sum-exp or the output of the fp8 forward, weights do not add up to 1 nor dS to 0, and
-    a channel that is large in all keys is most of dq."""
+    a channel that is large in all keys reaches dq."""
     without = problems.check(p)
     quantized = replace(p, fp8=how)
     got = problems.run(quantized, problems.tensors(quantized))
