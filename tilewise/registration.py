@@ -1,7 +1,7 @@
 """An operator's derivative, registered without what makes ``torch.library.register_autograd`` slow.
 
 That one reads the schema again in every call, to fill in arguments that the dispatcher leaves out when
-they have their default values. For the 22 arguments of attention this takes longer than all that
+they have their default values. For the 26 arguments of attention this takes longer than all that
 Tilewise does before a launch. Tilewise's operators have no default values.
 """
 
