@@ -227,6 +227,73 @@ def test_who_looks_on_sees_every_call(repeated: list[again.Known]):
     assert len(repeated) == 1  # the last one
 
 
+class Logging(torch.Tensor):
+    """Sees functions, with the dispatch keys of any tensor."""
+
+    seen: list[str] = []  # noqa: RUF012
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        cls.seen.append(getattr(func, "__name__", str(func)))
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def test_a_subclass_that_sees_functions_sees_the_call():
+    for _ in range(2):
+        Logging.seen.clear()
+        assert type(attention(Q, K.as_subclass(Logging), V)) is Logging
+        assert any("forward" in name for name in Logging.seen)
+
+
+def test_a_profiler_that_python_was_not_told_of_sees_the_call():
+    attention(Q, K, V)
+    profile = torch.profiler.profile()
+    with profile:
+        torch.autograd.profiler._is_profiler_enabled = False
+        attention(Q, K, V)
+    assert any("tilewise::forward" in event.key for event in profile.key_averages())
+
+
+def test_below_autograd_nothing_is_recorded():
+    """Where an operator of the user's is made of attention: its derivative is the user's, too."""
+    q = Q.clone().requires_grad_()
+    for _ in range(2):
+        attention(q, K, V)
+        with torch._C._AutoDispatchBelowAutograd():
+            assert not attention(q, K, V).requires_grad
+
+
+def test_hooks_may_unpack_anything(repeated: list[again.Known]):
+    """A lazy minus sign, whose memory has the other one: it must reach no kernel."""
+    q = Q.clone().requires_grad_()
+
+    def unpack(t: Tensor) -> Tensor:
+        return torch._neg_view(-t) if t.is_floating_point() else t
+
+    want = torch.autograd.grad(attention(q, K, V).square().sum(), q)[0]
+    called: list[bool] = []
+    prepare = ops.prepare
+
+    def note(args: tuple[Any, ...]) -> Any:
+        called.append(any(isinstance(t, Tensor) and t.is_neg() for t in args))
+        return prepare(args)
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, unpack):
+        out = attention(q, K, V)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ops, "prepare", note)
+        got = torch.autograd.grad(out.square().sum(), q)[0]
+    torch.testing.assert_close(got, want)
+    assert called == [False]
+    assert len(repeated) == 1
+
+
+def test_an_iterator_is_no_window_to_know_again():
+    for _ in range(2):
+        want = attention(Q, K, V, window=(1, None))
+        torch.testing.assert_close(attention(Q, K, V, window=iter((1, None))), want)
+
+
 def test_a_lazy_minus_sign_is_not_forgotten():
     """The real and imaginary part of a conjugate share its memory."""
     pair = torch.view_as_complex(torch.stack((Q, some(2, 6, 2, 8, seed=9)), -1))

@@ -26,6 +26,8 @@ def signature(tensors: tuple[Any, ...], options: tuple[Any, ...], window: Any) -
     """All of a call but addresses. None: it is not for us, for somebody looks on, or it may be wrong."""
     if torch.compiler.is_compiling() or forward_ad._current_level >= 0:
         return None
+    if type(window) not in (tuple, list):  # to look into an iterator would be to use it up
+        return None
     try:
         if not shortcut.is_free(tensors):
             return None

@@ -309,21 +309,26 @@ def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...])
 
 
 def gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Tensor | None) -> tuple[Any, ...]:
-    return _differentiate(ctx, dout, dlse, partial(call, "backward"))
+    return _differentiate(ctx, dout, dlse, ctx.saved_tensors, partial(call, "backward"))
 
 
 def _free_gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Tensor | None) -> Any:
-    """The same after a forward that nobody looked on, which saved nothing that the dispatcher minds."""
-    if shortcut.is_free((dout, dlse)):
-        return _differentiate(ctx, dout, dlse, partial(_free_backward, None))
-    return gradients(ctx, dout, dlse, None)
+    """The same after a forward that nobody looked on."""
+    kept = ctx.saved_tensors  # once: users' hooks unpack them, and may return anything
+    free = shortcut.is_free((dout, dlse, *kept))
+    backward = partial(_free_backward, None) if free else partial(call, "backward")
+    return _differentiate(ctx, dout, dlse, kept, backward)
 
 
 def _differentiate(
-    ctx: Any, dout: Tensor | None, dlse: Tensor | None, backward: Callable[..., Any]
+    ctx: Any,
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    kept: tuple[Any, ...],
+    backward: Callable[..., Any],
 ) -> tuple[Any, ...]:
     refuse_tangents(dout, dlse)
-    out, lse, saved, *tensors = ctx.saved_tensors
+    out, lse, saved, *tensors = kept
     inputs = _TENSOR_COUNT + len(OPTION_NAMES)
     # One for the dispatch keys may come before them: see ``registration``.
     wanted = ctx.needs_input_grad[-inputs:]

@@ -6,8 +6,6 @@ plain eager code need none of it: no mode looks on, no tensor is more than its m
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
 from torch import Tensor
 from torch._C import DispatchKey, DispatchKeySet
@@ -15,7 +13,8 @@ from torch._C import DispatchKey, DispatchKeySet
 # PyTorch's own names for these, which another version may not have: then nothing is ever free.
 _ASKED = (
     "_dispatch_tls_local_include_set",
-    "_dispatch_tls_is_dispatch_key_excluded",
+    "_dispatch_tls_local_exclude_set",
+    "_has_torch_function",
     "_len_torch_function_stack",
     "_dispatch_keys",
 )
@@ -41,17 +40,27 @@ _PLAIN = _bits(
 )
 
 
-def is_free(tensors: Iterable[Tensor | None]) -> bool:
-    """Whether nobody but the kernel wants to see a call with these tensors."""
+# Set while somebody is below autograd, whatever the backend.
+_AUTOGRAD = _bits("AutogradCPU") & _bits("AutogradCUDA")
+
+
+def is_free(tensors: tuple[Tensor | None, ...]) -> bool:
+    """Whether nobody but the kernel wants to see a call with these tensors.
+
+    Not asked, for PyTorch does not tell: observers that are no profiler (``ExecutionTraceObserver``);
+    whether somebody has registered kernels of their own for Tilewise's operators.
+    """
     if not _CAN_ASK or torch.compiler.is_compiling():
         return False
-    if torch.autograd.profiler._is_profiler_enabled:
+    if torch.autograd.profiler._is_profiler_enabled or torch._C._autograd._profiler_enabled():
         return False
     if torch._C._dispatch_tls_local_include_set().raw_repr() & ~_QUIET:
         return False
-    if torch._C._dispatch_tls_is_dispatch_key_excluded(DispatchKey.AutogradCPU):
+    # Below autograd nothing is recorded, though grad mode says that it would be.
+    excluded = torch._C._dispatch_tls_local_exclude_set().raw_repr()
+    if excluded & _AUTOGRAD and torch.is_grad_enabled():
         return False
-    if torch._C._len_torch_function_stack():
+    if torch._C._len_torch_function_stack() or torch._C._has_torch_function(tensors):
         return False
     together = 0
     for t in tensors:

@@ -97,6 +97,15 @@ def test_what_is_not_compiled_is_never_kept(written_down: list[Any], monkeypatch
     assert len(kernel.launched) == 2
 
 
+def test_who_wants_to_be_called_before_a_kernel_is(written_down: list[Any]):
+    launch, kernel = relaunch.Relaunch(7, {"heads": 3}, {}), Kernel()
+    launch(kernel, n_ptr=torch.zeros(8), m_ptr=None)
+    kernel.pre_run_hooks = [print]  # type: ignore[attr-defined]
+    launch(kernel, n_ptr=torch.zeros(8), m_ptr=None)
+    assert len(kernel.launched) == 2
+    assert not written_down
+
+
 def test_an_unknown_launcher_is_left_to_triton():
     """As that of AMD's GPUs is, and whatever a later Triton will have."""
     unknown = SimpleNamespace(run=SimpleNamespace(launch=None))
