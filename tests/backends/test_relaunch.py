@@ -106,7 +106,14 @@ def test_who_wants_to_be_called_before_a_kernel_is(written_down: list[Any]):
     assert not written_down
 
 
-def test_an_unknown_launcher_is_left_to_triton():
+class CudaLauncher:
+    """One of the known name that is made in another way."""
+
+    launch = None
+
+
+@pytest.mark.parametrize("launcher", [SimpleNamespace(launch=None), CudaLauncher()])
+def test_an_unknown_launcher_is_left_to_triton(launcher: Any):
     """As that of AMD's GPUs is, and whatever a later Triton will have."""
-    unknown = SimpleNamespace(run=SimpleNamespace(launch=None))
+    unknown = SimpleNamespace(run=launcher)
     assert direct.write_down(unknown, (1, 1, 1), {}, {}, {}) is None

@@ -84,6 +84,19 @@ def write_down(
     arguments: all of the kernel's, in its order. tensors: those of them that are addresses, in the order
     in which addresses will come. boxes: of those that are tensor descriptors.
     """
+    try:
+        return _written_down(compiled, grid, arguments, tensors, boxes)
+    except (AttributeError, LookupError, TypeError, ValueError):  # parts that a later Triton lacks
+        return None
+
+
+def _written_down(
+    compiled: Any,
+    grid: tuple[int, int, int],
+    arguments: dict[str, Any],
+    tensors: dict[str, Tensor | None],
+    boxes: dict[str, Box],
+) -> Direct | None:
     launcher = compiled.run
     if type(launcher).__name__ != "CudaLauncher" or _wants_memory(launcher):
         return None
