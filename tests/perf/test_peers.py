@@ -21,7 +21,8 @@ HERE = [c for c in peers.everyone().values() if c.absent(CPU) is None and "trito
 
 
 def test_every_kernel_takes_part():
-    assert set(peers.own()) == {kernel.name for kernel in dispatch.KERNELS}
+    """But those for fp8 alone, which no problem is in yet."""
+    assert set(peers.own()) == {k.name for k in dispatch.KERNELS} - {"cpu/fa3"}
 
 
 def test_supports_are_words_of_the_support_table():

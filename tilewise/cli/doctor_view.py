@@ -33,7 +33,7 @@ def show(screen: Console, found: dict[str, Any]) -> None:
 def show_features(screen: Console, found: dict[str, Any]) -> None:
     """Prints the support table: features down, kernels across."""
     rows = found["features"]
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     for column in rows[0]:
         table.add_column(column.replace("/", "/\n"), no_wrap=True)  # all fit in 80 columns
     for row in rows:
